@@ -25,8 +25,8 @@ _INIT = re.compile(r"\s*ttng\.(?:init|inval)_barrier (%\w+)")
 
 
 def without_dead_barriers(ttgir: str) -> str:
-    """Returns the module's text without the barriers that are initialised and never used. If there
-    are none, returns the text unchanged."""
+    """Returns the text of a TTGIR module without the barriers that are initialised and never used.
+    If there are no such barriers, returns the text unchanged."""
     lines = ttgir.split("\n")
     dead = _dead_lines(lines) if _PARTED in ttgir else set()
     return "\n".join(line for number, line in enumerate(lines) if number not in dead)
@@ -39,8 +39,9 @@ def count_dead_barriers(ttgir: str) -> int:
 
 
 def _dead_lines(lines: list[str]) -> set[int]:
-    """Returns the numbers of the lines that allocate, index and initialise unused barriers. If
-    another region uses the same name, the barrier counts as used."""
+    """Returns the numbers of the lines that allocate, index and initialise unused barriers. Another
+    region may give a barrier's name to another value. This function then counts the barrier as
+    used."""
     users: dict[str, list[int]] = defaultdict(list)
     for number, line in enumerate(lines):
         for name in set(_NAME.findall(line)):
@@ -56,8 +57,8 @@ def _dead_lines(lines: list[str]) -> set[int]:
 def _own_lines(
     lines: list[str], users: dict[str, list[int]], made_at: int, barriers: str
 ) -> set[int]:
-    """Returns the numbers of all lines that allocate and initialise some barriers, if these
-    barriers are unused; else an empty set."""
+    """Returns the numbers of all lines that allocate, index and initialise `barriers`, which the
+    line `made_at` allocates. Returns an empty set if one of these barriers is used."""
     own = {made_at}
     for indexed_at in users[barriers]:
         if indexed_at == made_at:
@@ -80,8 +81,8 @@ def compile_without_dead_barriers(
     keep: Callable[[str], Path],
     note: Callable[[Any], None] = lambda kernel: None,
 ) -> Any:
-    """Calls `triton.compile`. If the module has unused barriers, compiles its text again without
-    them.
+    """Calls `triton.compile`. If the TTGIR of the compiled kernel has unused barriers, removes them
+    from its text and compiles this text.
 
     keep: a function that writes a text to a file and returns the path. Triton compiles texts only
     from files. note: a function that is called with each kernel that Triton compiled.

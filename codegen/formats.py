@@ -12,21 +12,23 @@ from typing import Any
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant
 
-# The nibble that holds element j of a word of eight codes, in AWQ's order.
+# For each element j of a word of eight codes, the nibble that holds it in AWQ's order.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _COUNTED_UP = (tuple(range(8)), (0, 1))
-# The nibble that holds element j of a word, if the high nibble of each byte comes first.
+# For each element j of a word of eight codes, the nibble that holds it if the high nibble of each
+# byte comes first.
 _HIGH_FIRST = (1, 0, 3, 2, 5, 4, 7, 6)
 #: How many 32-bit words there are in the 128 bytes that kernels of dot products load at a time.
 DOT_LINE = 32
 # The largest 4-bit code.
 _MOST_NIBBLE = 15
-# How many groups of columns a step may cover. Kernels scale the sum over each group separately.
+# The numbers of groups of columns that a step may cover. Kernels scale the sum over each group
+# separately.
 _GROUPS = (1, 2, 4)
 
 
-#: For each format that has a table (bitsandbytes), the numbers that its 16 codes stand for. fp32
-#: represents them exactly.
+#: Maps each of bitsandbytes' formats to the table of the numbers that its 16 codes stand for. fp32
+#: represents these numbers exactly.
 TABLES: dict[str, tuple[float, ...]] = {
     "nf4": (
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -41,9 +43,9 @@ TABLES: dict[str, tuple[float, ...]] = {
         -0.3333333432674408, -0.5, -0.1666666716337204, -0.25,
     ),
 }  # fmt: skip
-# Factors (for bfloat16, for float16) by which kernels multiply the numbers of a table before they
-# round them. They halve the rounding error of nf4. They make fp4 exact, because its numbers are
-# multiples of 1/192.
+# Maps a format to (the factor for bfloat16, the factor for float16). Kernels multiply the numbers
+# of a table by the factor before they round the numbers. The factors of nf4 halve the rounding
+# error. The factors of fp4 make it zero, because the numbers of fp4 are multiples of 1/192.
 _FACTORS = {"nf4": (1.43701171875, 1.6776885986328125), "fp4": (192.0, 192.0)}
 
 
@@ -51,8 +53,8 @@ _FACTORS = {"nf4": (1.43701171875, 1.6776885986328125), "fp4": (192.0, 192.0)}
 class WeightFormat:
     """The format of a quantised weight [..., N, K].
 
-    A weight is (number of the code - zero) * scale. With added_zeros, it is (number of the code -
-    zero_point) * scale + zero.
+    A weight is (number - zero) * scale, where `number` is the number that the code stands for. With
+    added_zeros, a weight is (number - zero_point) * scale + zero.
 
     Attributes:
         stored: The possible dtypes of a stored element, as Triton names.
@@ -61,20 +63,20 @@ class WeightFormat:
             None if each element is one code.
         number: The kind of number that a code stands for: "" for the code itself, "e2m1"
             (`ops.formats.fp4`), or a name in TABLES.
-        order: Which nibble of a byte holds each of its two codes, unless a checkpoint has another
-            order.
+        order: Which nibble of a byte holds the first code and which holds the second, unless a
+            checkpoint has another order.
         linears: Whether linears of dense layers may have this format.
         zeros: Whether linears may have zero points.
         added_zeros: Whether zeros are added after scaling.
-        scales: The possible dtypes of the scales of linears. If this is empty, they may have any
-            float dtype.
+        scales: The possible dtypes of the scales of linears. If it is empty, these scales may have
+            any float dtype.
         expert_scales: The possible dtypes of the scales of experts ("u8" means e8m0). If this is
             empty, experts cannot have this format.
         expert_zero: The zero that all codes of experts have.
         expert_block: How many rows and columns of an expert's weight share a scale; None if the
             format does not fix this.
-        expert_kernel: Whether `codegen.templates.expert_weights` decodes the format. If it does
-            not, the references of ops compute calls with such experts.
+        expert_kernel: Whether `codegen.templates.expert_weights` decodes the format. If not, calls
+            with such experts run the op's reference.
     """
 
     stored: tuple[str, ...]
@@ -102,8 +104,8 @@ _EXPERTS: dict[str, Any] = {"expert_kernel": True, **_NIBBLES_OF_ROWS}
 _E2M1: dict[str, Any] = {"number": "e2m1", "linears": True, **_EXPERTS}
 _TABLE: dict[str, Any] = {"order": (1, 0), "linears": True, **_NIBBLES_OF_ROWS}
 #: All formats, by their names in `weight_format`. The format "dense" is not in this table. A new
-#: format needs only a new row: the checks, references and samples of ops, and the patterns, read
-#: this table.
+#: format needs only a new row, because the checks, references and samples of ops and the patterns
+#: read this table.
 WEIGHT_FORMATS = {
     "int8": WeightFormat(("i8", "u8"), linears=True, zeros=True),
     "fp8": WeightFormat(
@@ -139,11 +141,12 @@ E2M1_BYTES = struct.unpack(
 
 
 def table_words(name: str) -> tuple[int | float, ...]:
-    """Returns a table in the form in which kernels read it.
+    """Returns the table of a format in the form in which kernels read it.
 
-    The words have, in this order: the low bytes of the 16 numbers in bfloat16; their high bytes;
-    the bytes of the numbers in float16. Each signed word holds four bytes. After the words come two
-    factors, which restore the original numbers from bfloat16 and from float16.
+    The result begins with words, each of which holds four bytes and is signed. They have, in this
+    order, the low bytes of the 16 numbers in bfloat16, the high bytes of these numbers, and the low
+    and the high bytes of the numbers in float16. After the words come two factors, which restore
+    the original numbers from bfloat16 and from float16.
     """
     made: list[int | float] = []
     for bits, factor in zip((_bfloat16_bits, _float16_bits), _FACTORS[name], strict=True):
@@ -180,31 +183,32 @@ def expert_formats() -> tuple[str, ...]:
 
 
 def scales_are_exact(form: WeightFormat, scale: str, columns: int) -> bool:
-    """Whether each number times its scale is exact in 16 bits, and the eight codes of a word share
-    one scale. This holds for E2M1 with e4m3 scales, whose products have 2 + 4 significant bits.
-    columns: the number of columns that share a scale."""
+    """Whether 16 bits represent each number times its scale exactly, and the eight codes of a word
+    share one scale. Products of E2M1 numbers and e4m3 scales are exact, because they have at most 2
+    + 4 significant bits. columns: the number of columns that share a scale."""
     exact = form.number == "e2m1" and scale == "fp8e4nv"
     return exact and columns % 16 == 0 and 128 % columns == 0
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The static facts about the quantised weights of a call: w = (number of the code - zero) *
-    scale.
+    """The static facts about the quantised weights of a call. A weight is (number - zero) * scale,
+    where `number` is the number that the code stands for.
 
     Attributes:
         weight_format: One of `linear_formats`.
         block: How many rows and columns share a scale.
-        scales, zeros: The operands of each weight (q, k and v; or gate and up); None for a weight
-            that does not exist. Their strides are (row, column), and 0 along an axis that has one
-            element. The zero of a code is zero_point plus the value of the tensor, or zero_point if
-            there is no tensor. With added_zeros, the value of the tensor is added after scaling
-            instead.
+        scales, zeros: The operands of the scales and of the zeros of each weight (q, k and v; or
+            gate and up); None for a weight that does not exist. The strides of an operand are (row,
+            column), and 0 along an axis that has one element. The zero of a code is zero_point plus
+            the value in the tensor of zeros, or zero_point alone if there is no such tensor. With
+            added_zeros, the value in the tensor is added after scaling instead.
         per_word: The number of codes in a stored word.
         packed_zeros: Whether a stored word holds the zeros of eight rows.
         zero_point: The constant part of the zero.
-        order: The order of the nibbles in a word. It is empty if element j is in nibble j.
-        x_scale: The scales of x if x is quantised too, with strides (token, block).
+        order: Which nibble of a word holds each element; empty if nibble j holds element j.
+        x_scale: The operand of the scales of x, with strides (token, block); None if x is not
+            quantised.
         x_block: The number of columns of x that share a scale.
         differs: A sentence about a property in which the weights differ, so that no kernel can
             multiply all weights together; "" if there is no such property.
@@ -232,7 +236,7 @@ class Quantization:
 
     @property
     def has_table(self) -> bool:
-        """Whether the numbers that the codes stand for are in a table."""
+        """Whether the format has a table of the numbers that the codes stand for."""
         return self.format.number in TABLES
 
     @property
@@ -252,8 +256,8 @@ class Quantization:
 
     @property
     def joins_neighbours(self) -> bool:
-        """Whether kernels decode neighbouring codes of a word of eight together. If not, kernels
-        decode two codes together if their places differ by four."""
+        """Whether kernels decode two neighbouring codes of a word of eight codes together. If not,
+        kernels decode two codes together whose places in the word differ by four."""
         return self.order == AWQ_ORDER or (self.has_table and self.per_word == 8)
 
     @property
@@ -287,7 +291,7 @@ class Quantization:
         )
 
     def block_constants(self, columns: int, block_k: int) -> dict[str, Constant]:
-        """Returns the constants that every kernel needs if it reads words of codes.
+        """Returns the constants of all kernels that read words of codes.
 
         columns: the number of columns of the weight. block_k: the number of columns of a step.
         """
@@ -321,8 +325,8 @@ class Quantization:
 
     @property
     def dot_run(self) -> int:
-        """The number of words that share a sum of dot products. They take 16 bytes, or 8 bytes if a
-        scale covers fewer codes."""
+        """The number of words whose products are added to one sum before the sum is scaled. These
+        words take 16 bytes, or 8 bytes if a scale covers fewer codes."""
         return 2 if self.format.bits == 4 and self.block[1] == 16 else 4
 
     def dot_obstacle(self, columns: int) -> str | None:
@@ -342,8 +346,8 @@ class Quantization:
         if self.order and self.order not in (*_COUNTED_UP, AWQ_ORDER, (1, 0), _HIGH_FIRST):
             return f"the nibbles are in the order {list(self.order)}"
         if per == 8 and not 0 <= self.zero_point <= _MOST_NIBBLE:
-            # An int32 can hold the sum of 32 products of a code, which is at most 15, and a 22-bit
-            # integer.
+            # Kernels add 32 products of a code and a 22-bit integer. An int32 can hold this sum if
+            # all codes are at most 15.
             return f"sums of integers would overflow, because the zero point is {self.zero_point}"
         return None
 
@@ -371,15 +375,16 @@ class Quantization:
         }
 
     def block_strides(self, index: int) -> tuple[int, ...]:
-        """Returns the strides (row, column) of the scales of the weight with this index, then the
-        strides of its zeros. A stride is 0 if the weight has no scales or no zeros."""
+        """Returns four strides for the weight with this index: the strides (row, column) of its
+        scales, and then those of its zeros. If the weight has no scales or no zeros, their strides
+        are 0."""
         found = (self.scales[index], self.zeros[index])
         return tuple(stride for one in found for stride in (one.strides if one else (0, 0)))
 
     def groups_in(self, columns: int, block_k: int) -> int:
         """Returns how many scales of a row apply to a step of block_k columns. Returns 0 if kernels
-        cannot use such a step, because it covers only a part of a scale or covers too many
-        scales."""
+        cannot use such steps: for example, if a step has the end of one scale and only the
+        beginning of the next one, or if it has too many scales."""
         if self.x_scale is not None and self.x_block < columns and self.x_block % block_k:
             return 0
         wide = self.block[1]

@@ -1,4 +1,4 @@
-"""Kernel: a kernel of a template, and what each of its parameters means."""
+"""Defines `Kernel`: a kernel of a template, and the meaning of each of the kernel's parameters."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from tilewright.codegen.spec import Constant, KernelSpec, module_of
 from tilewright.codegen.targets import get_target
 
 POINTER_SUFFIX = "_ptr"
-# A kernel with this constant may start while the previous kernel still runs (programmatic dependent
-# launch). The target determines its value.
+# The name of a constant. If it is true, the kernel may start while the previous kernel still runs
+# (programmatic dependent launch). The target determines the constant's value.
 LAUNCH_PDL = "LAUNCH_PDL"
-# Triton's compile options. Records may have them as fields.
+# The names of Triton's compile options. The `records` of `Kernel.spec` may have fields of these
+# names.
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
-#: The role of a kernel, for reports that count the kernels with a role. Such a kernel prepares x
-#: for a product of codes, or decodes codes for a library's product, or reads an expert's weights
-#: once for each token that chooses the expert. All other kernels have the role "".
+#: The role of a kernel. Reports count the kernels that have a role: the kernels that prepare x for
+#: a product of codes, the kernels that decode codes for a library's product, and the kernels that
+#: read an expert's weights once for each token that chooses the expert. All other kernels have the
+#: role "".
 Role = Literal["", "prepares x", "decodes codes", "reads experts by token"]
 #: The stride of one dimension of a tensor, as (tensor, dimension).
 Stride = tuple[str, int]
@@ -32,8 +34,8 @@ Strides = Mapping[str, Stride | tuple[Stride, ...]]
 
 
 def strides_of(tensor: str, prefix: str = "", **dims: int) -> dict[str, Stride]:
-    """Returns the strides of a tensor, named `<prefix>_<axis>_stride`. dims: the dimension of each
-    axis. prefix: the tensor's name by default."""
+    """Returns the strides of a tensor, by the names `<prefix>_<axis>_stride`. prefix: the tensor's
+    name by default. dims: the name of each axis, with the number of its dimension."""
     return {f"{prefix or tensor}_{axis}_stride": (tensor, dim) for axis, dim in dims.items()}
 
 
@@ -42,7 +44,7 @@ class Number(NamedTuple):
 
     Attributes:
         name: The name of the parameter.
-        divisible: Whether the spec records if 16 divides the number.
+        divisible: Whether the spec says if 16 divides the number.
         stride: If the number is a stride, the tensor and the dimension that it belongs to; else
             None.
     """
@@ -70,10 +72,11 @@ class Pointer(NamedTuple):
 
 
 class Statics:
-    """Records and constants of one kind of call, joined into one record.
+    """One object with the attributes of several records, and with more constants as attributes.
+    Together, they describe one kind of call.
 
-    Two such records are equal only if they are the same object. Therefore a call that keeps the
-    record, for example together with its plan, need not hash the parts of the record at each
+    Two objects of this class are equal only if they are the same object. Therefore a caller that
+    keeps such an object, for example together with a plan, need not hash its records at each
     launch.
     """
 
@@ -100,30 +103,31 @@ def role_of(spec: KernelSpec) -> Role:
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A kernel of a template. The signature of the template's function says what a launch needs:
-    `x_ptr` is the tensor "x", a `tl.constexpr` is a constant, and any other parameter is a number
-    known at the launch.
+    the parameter `x_ptr` points to the tensor "x", a `tl.constexpr` is a constant, and any other
+    parameter is a number known at the launch.
 
     Attributes:
-        template, name: `KernelSpec.template` and `KernelSpec.kernel`.
+        template, name: The values of `KernelSpec.template` and `KernelSpec.kernel`.
         strides: Constants that are strides: the stride of one dimension of a tensor, or a tuple of
-            several strides. A launch may give other values. The stride of an absent tensor is 0.
-            `X_STRIDE` need not be listed: it is the stride of the first dimension of the tensor
-            "x".
+            several strides. A launch may give other values for these constants. The stride of an
+            absent tensor is 0. A constant `X_STRIDE` need not be listed if it is the stride of the
+            first dimension of the tensor "x".
         launch_strides: Numbers of type "i64" that are strides of one dimension. The spec records
             whether 16 divides them. The stride is 0 if the tensor is absent or has no such
             dimension.
-        broadcast: Tensors for which a dimension of at most one element also has the stride 0.
+        broadcast: Tensors that are broadcast. In `launch_strides`, their dimensions of at most one
+            element have the stride 0.
         types: The Triton types of numbers that are not "i32" and are not in `launch_strides`.
         ranges: Numbers that are counts, from 1 to INT32_MAX.
         divisible: Numbers for which the spec records whether 16 divides them.
         unaligned: Tensors for which the spec does not record the alignment, and strides in
-            `launch_strides` for which it does not record the divisibility.
+            `launch_strides` for which the spec does not record the divisibility.
         omitted: Constants that a spec does not contain if their value is the default in the
             signature.
-        dependent: Whether the kernel may start before the previous kernel ends, if it has
-            LAUNCH_PDL.
+        dependent: Whether a kernel that has the constant LAUNCH_PDL may start before the previous
+            kernel ends.
         num_warps, num_stages: Triton's options, unless a record has them.
-        role: what `role_of` returns for the kernel's specs.
+        role: The role that `role_of` returns for the kernel's specs.
     """
 
     template: str
@@ -147,13 +151,13 @@ class Kernel:
 
     @cached_property
     def specs(self) -> dict[object, KernelSpec]:
-        """The specs that have been made. The launching code stores them here, by keys that it
-        chooses."""
+        """The specs of earlier launches. The code that launches the kernel stores the specs here,
+        by keys that this code chooses."""
         return {}
 
     @cached_property
     def pointers(self) -> tuple[Pointer, ...]:
-        """The parameters that are tensors, in the order of the signature."""
+        """The parameters that point to tensors, in the order of the signature."""
         dims: dict[str, list[int]] = {}
         for name, dim in dict.fromkeys(
             place for places in self._places.values() for place in places
@@ -200,12 +204,12 @@ class Kernel:
             target: The name of the target.
             operands: The tensors by name. Each operand has the strides of its pointer's `dims`, in
                 that order.
-            constants: The constants and Triton's options by name. A number that is given here
-                becomes a constant of this spec.
+            constants: The constants and Triton's options by name. If a number of the signature is
+                given here, it becomes a constant of the spec.
             records: Objects that have more constants as attributes, in lower case, and Triton's
                 options. If several records have the same constant or option, the first record
                 counts.
-            divisible: The numbers that 16 divides.
+            divisible: The names of the numbers that 16 divides.
 
         Raises ValueError if a constant is missing, or if a given name is not a constant of the
         kernel.
@@ -236,7 +240,8 @@ class Kernel:
         constants: Mapping[str, Constant],
         records: tuple[object, ...],
     ) -> dict[str, Constant]:
-        """Returns the constants, except constants that have a default and are not given."""
+        """Returns the constants of a spec, except constants that have a default and are not
+        given."""
         found: dict[str, Constant] = {}
         for name in self._constexprs:
             having = next((record for record in records if hasattr(record, name.lower())), None)
@@ -264,9 +269,9 @@ class Kernel:
     ) -> tuple[dict[str, str], dict[str, Constant]]:
         """Returns (signature, constants).
 
-        The signature has a pointer for each present operand, and each number that `constants` does
-        not give. If an operand is absent and its parameter has no default, the parameter is the
-        constant None.
+        The signature has a pointer for each operand that is present, and all numbers that
+        `constants` does not give. If an operand is absent and its parameter has no default, the
+        parameter is the constant None.
         """
         pointers = {pointer.parameter: pointer for pointer in self.pointers}
         types = {number.name: "i64" if number.stride else "i32" for number in self.numbers}
@@ -322,7 +327,7 @@ class Kernel:
 
     @cached_property
     def _optional(self) -> dict[str, ast.expr]:
-        """The parameters that have a default, with their defaults."""
+        """Maps each parameter that has a default to its default."""
         defaults = self._function.defaults
         names = self._names[len(self._names) - len(defaults) :]
         return dict(zip(names, defaults, strict=True))

@@ -1,4 +1,5 @@
-"""Static facts about a tensor. They are a part of a kernel's problem."""
+"""Static facts about one tensor of a call. A problem, the record of all static facts about a call,
+has an `Operand` for each tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Operand:
-    """The static facts about one tensor of a call. For an absent tensor, a problem has None.
+    """The static facts about one tensor of a call. If the call does not have a tensor, its problem
+    has None instead.
 
     Attributes:
         dtype: The Triton name of the dtype, such as "bf16".
@@ -25,5 +27,5 @@ class Operand:
 
 
 def first_strides(*operands: Operand | None) -> tuple[int, ...]:
-    """Returns the first stride of each operand; 0 for an absent operand."""
+    """Returns the first stride of each operand. The stride of an absent operand is 0."""
     return tuple(0 if operand is None else operand.strides[0] for operand in operands)

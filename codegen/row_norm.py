@@ -1,4 +1,4 @@
-"""A norm of rows. It is a part of a problem."""
+"""The static facts about a norm of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rounding of rows to float8 codes, as a part of a problem."""
+"""The static facts about the rounding of rows to float8 codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RowRounding:
 
     Attributes:
         group: The number of columns that share a scale.
-        zero_scale: If it is positive, it replaces a scale of 0.
+        zero_scale: A number that replaces a scale of 0; 0 if the scale remains 0.
         least: If the largest magnitude that determines a scale is smaller than this number, the
             scale is computed from this number instead.
         least_divisor: Numbers are divided by their scale, or by this number if the scale is

@@ -17,9 +17,10 @@ NORM_X = Kernel(
     num_stages=1,
     role="prepares x",
 )
-# The numbers of tokens and columns of one program of `order_x`. With these numbers, `order_x` takes
-# 1.3 to 1.5 us for 64 tokens of 4096 columns on an H100. Other numbers were not measured.
+# The number of tokens of one program of `order_x`. With ORDER_TOKENS and ORDER_COLUMNS, `order_x`
+# takes 1.3 to 1.5 us for 64 tokens of 4096 columns on an H100. Other numbers were not measured.
 ORDER_TOKENS = 8
+# The smallest number of columns of one program of `order_x`.
 ORDER_COLUMNS = 128
 # The largest number of columns of a row that one program of `norm_x` holds in registers: 64 numbers
 # in each thread of eight warps.
@@ -32,9 +33,11 @@ class ColumnOrder:
     (`x_in_order`).
 
     Attributes:
-        width: The number of columns of a permuted row, in whole steps of the kernel.
-        unit: The number of columns in a run. Columns are permuted only within their run.
-        per, interleaved_nibbles: PER and INTERLEAVED_NIBBLES of `x_in_order`.
+        width: The number of columns of a permuted row: the row's columns, rounded up to whole steps
+            of the kernel.
+        unit: The number of columns of a run. A column is only moved to another place of its own
+            run.
+        per, interleaved_nibbles: The constants PER and INTERLEAVED_NIBBLES of `x_in_order`.
     """
 
     width: int

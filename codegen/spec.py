@@ -1,5 +1,5 @@
-"""KernelSpec: everything that is static about one kernel. Its hash is the kernel's name and cache
-key."""
+"""Defines KernelSpec, the record of everything that is static about one kernel. The kernel's name
+and its cache key contain the spec's hash."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def module_of(template: str) -> str:
 class KernelSpec:
     """One kernel of one template, with a value for every static parameter.
 
-    Build it with :meth:`make`, which takes dicts and sorts them. The fields are canonical, so equal
-    kernels have equal specs and equal hashes.
+    Make specs with :meth:`make`, which takes dicts and sorts them. The fields are in a canonical
+    form, so equal kernels have equal specs and equal hashes.
 
     Attributes:
         template: `family.module` for a module in tilewright.codegen.<family>.templates, or the
@@ -98,15 +98,16 @@ class KernelSpec:
         kernel: The name of the module's `@triton.jit` function.
         constants: Pairs (constexpr parameter, value), sorted by name.
         signature: Pairs (run-time parameter, Triton type), in the order of the kernel.
-        divisible16: The run-time parameters that are divisible by 16, sorted. For a pointer, this
-            means that it is aligned to 16 bytes. The caller guarantees this. Triton uses it as
-            `tt.divisibility`, and the emitter uses it for integers.
+        divisible16: The run-time parameters that are divisible by 16, sorted. A pointer in this
+            list is aligned to 16 bytes. The caller guarantees the divisibility. Triton uses it as
+            `tt.divisibility`, and the emitter uses the divisibility of integers.
         num_warps, num_stages: Triton's compile options.
         target: A key of TARGETS.
-        grid: The launch grid if it is static; None if the caller computes it. A static grid is a
-            guarantee too: the emitter drops masks that it makes unnecessary.
+        grid: The launch grid if it is static; None if the caller computes it. The caller guarantees
+            that it launches a static grid: the emitter drops masks that are unnecessary with this
+            grid.
         ranges: Triples (integer run-time parameter, smallest value, largest value), sorted. The
-            caller guarantees them.
+            caller guarantees these bounds.
         maxnreg: The largest number of registers of a thread, or None.
         launch_pdl: Whether the kernel may start while the previous kernel ends. The kernel itself
             waits for the previous kernel (`gdc_wait`) before it accesses memory.
@@ -185,8 +186,8 @@ class KernelSpec:
         ranges: Mapping[str, tuple[int, int]] | None = None,
         **options: Any,
     ) -> KernelSpec:
-        """Makes a canonical spec from plain dicts. `options` are the remaining fields. Raises
-        ValueError or TypeError if a field is invalid."""
+        """Makes a canonical spec from plain dicts. options: the values of the remaining fields.
+        Raises ValueError or TypeError if a field is invalid."""
         pairs = signature.items() if isinstance(signature, Mapping) else signature
         return cls(
             template=template,
@@ -198,8 +199,8 @@ class KernelSpec:
             **options,
         )
 
-    # In Python, 1 == True == 1.0, but kernels with these constants differ. Compare the canonical
-    # text.
+    # In Python, 1 == True == 1.0, but kernels with these constants differ. Therefore specs are
+    # compared by their canonical text.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KernelSpec) and self.hash == other.hash
 

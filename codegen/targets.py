@@ -1,20 +1,21 @@
 """Capability records of the chips that kernels are emitted for.
 
-Every difference between chips is a field of these records. No other module checks which chip it
-has.
+Every difference between chips is a field of these records. No other module asks for the name of the
+chip.
 
-The rates are rates that good kernels reach, and not data-sheet peaks, so that a ratio to them is
-meaningful. H200: 4.3 TB/s for a copy and 790 TFLOP/s in bf16, measured with random data; the fp8
-rate is the rate of public fp8 GEMMs. B200: the rates that cuBLAS and public memory-bound kernels
-report. Links: four fifths of NVLink's 450 and 900 GB/s in each direction. The latency of a
-collective is the latency of vLLM's one-stage all-reduce (7 us for 0.5 MB on two H100). The rates of
-links and collectives were not measured for this project.
+The rates are rates that good kernels reach, and not data-sheet peaks, so that it is meaningful to
+divide a measured rate by them. For the H200, a copy reaches 4.3 TB/s, and a bf16 GEMM reaches 790
+TFLOP/s. Both were measured with random data. The H200's fp8 rate is the rate of public fp8 GEMMs.
+For the B200, the rates are those that cuBLAS and public memory-bound kernels report. The rate of a
+link is four fifths of NVLink's rate in each direction (450 GB/s for the H200, 900 GB/s for the
+B200). The latency of a collective is the latency of vLLM's one-stage all-reduce (7 us for 0.5 MB on
+two H100). The rates of links and collectives were not measured for this project.
 
 The records of the other chips come from data sheets and the CUDA programming guide. Their rates are
 0.88 of the sheet's memory rate and 0.65 of its dense tensor-core peaks, which are about the
-fractions that H200 and B200 reach. Each record describes one product: sm80 A100 (80 GB), sm86 A10,
-sm89 L40S, sm90 H200, sm103 B300, sm120 RTX 5090. `detect_target` fills in the number of
-multiprocessors and the memory rate of the present GPU.
+fractions that H200 and B200 reach. Each record describes one product: sm80 is the A100 (80 GB),
+sm86 the A10, sm89 the L40S, sm90 the H200, sm100 the B200, sm103 the B300, and sm120 the RTX 5090.
+`detect_target` fills in the number of multiprocessors and the memory rate of the present GPU.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ FAMILIES = frozenset({"attention", "collective", "grouped", "lora", "mla", "mlp"
 Rates = tuple[tuple[str, float], ...]
 # The families of dense layers.
 _DENSE = frozenset({"attention", "mlp", "qkv"})
-# The fractions of a data sheet's peaks that good kernels reach.
+# The fraction of a data sheet's memory rate that good kernels reach.
 _OF_MEMORY = 0.88
+# The fraction of a data sheet's peaks of the tensor cores that good kernels reach.
 _OF_TENSOR_CORES = 0.65
-# The relative difference below which a device's memory rate is the one of its record.
+# If a device's own memory rate differs from the rate in its record by at most this fraction, the
+# rate in the record is used.
 SAME_RATE = 0.05
 
 
@@ -71,10 +74,10 @@ class Target:
         features: A subset of FEATURES. "fp8" means that the chip has e4m3 numbers.
         families: The families of FAMILIES whose kernels are audited for the chip. Sites of other
             families are not rewritten.
-        measured: Whether kernels have run on the chip, so that choices use measured times. If not,
+        measured: Whether kernels have run on the chip, so that plans use measured times. If not,
             all times come from the cost model.
-        threads_per_sm, blocks_per_sm: The largest numbers of threads and blocks that an SM holds at
-            the same time.
+        threads_per_sm, blocks_per_sm: The largest number of threads, and the largest number of
+            blocks, that an SM holds at the same time.
     """
 
     name: str
@@ -134,8 +137,7 @@ class Target:
 
     @property
     def multiplies_registers(self) -> bool:
-        """Whether the chip multiplies tiles from registers (mma.sync). Both operands then take
-        registers."""
+        """Whether the tensor cores read both operands of a product from registers (mma.sync)."""
         return ("bf16", "HMMA") in self.mma_opcodes
 
     def has(self, feature: str) -> bool:
@@ -241,8 +243,8 @@ SM103 = replace(
     sm_name="sm_103a",
 )
 
-# The chips below multiply with mma.sync. On these chips, the opcodes of mma.sync are not an older,
-# slower path. sm120 also has mma.sync for NVFP4, which tilewright does not emit.
+# The opcodes of chips whose newest tensor-core instruction is mma.sync: for 16-bit floats, and for
+# 16-bit and 8-bit floats. sm120 also has mma.sync for NVFP4, which tilewright does not emit.
 _HALVES_BY_MMA_SYNC = (("bf16", "HMMA"), ("fp16", "HMMA"))
 _FP8_BY_MMA_SYNC = (*_HALVES_BY_MMA_SYNC, ("fp8e4nv", "QMMA"), ("fp8e5", "QMMA"))
 
@@ -314,8 +316,8 @@ SM80 = replace(
     blocks_per_sm=32,
 )
 
-# The interpreter runs on the CPU. It has no rates, so the cost model refuses it. It has few SMs, so
-# that each program of a persistent loop computes several tiles.
+# Triton's interpreter, which runs on the CPU. The record has no rates, so the cost model refuses
+# it. The record has few SMs, so that each program of a persistent loop computes several tiles.
 INTERPRET = Target(
     name="interpret",
     capability=(0, 0),
@@ -348,7 +350,7 @@ def sm_rate(target: Target) -> float:
 _BY_CAPABILITY = {target.capability: target for target in TARGETS.values()}
 
 
-#: Names of products, and the target that their kernels are emitted for.
+#: Maps the name of each product to the target that kernels for the product are emitted for.
 PRODUCTS: Mapping[str, str] = MappingProxyType({
     "b200": "sm100", "gb200": "sm100", "b300": "sm103", "gb300": "sm103", "rtx5090": "sm120",
     "h100": "sm90", "h200": "sm90", "gh200": "sm90", "l4": "sm89", "l40": "sm89", "l40s": "sm89",
@@ -409,9 +411,11 @@ def detect_target(device: int | None = None) -> Target | None:
 
 
 def _with_properties(target: Target, properties: Any) -> Target:
-    """Returns the record with the number of SMs and the memory rate of a device. The memory rate
-    stays if the device's is within SAME_RATE of it, or if torch does not know it."""
-    # kHz, two transfers in each cycle, and bits.
+    """Returns the record with the number of SMs and the memory rate of a device. The record keeps
+    its own memory rate if the device's rate is within SAME_RATE of it, or if torch does not know
+    the device's rate."""
+    # torch gives the clock in kHz and the width of the bus in bits. The memory transfers data twice
+    # in each cycle.
     clock = 1e3 * getattr(properties, "memory_clock_rate", 0)
     rate = _OF_MEMORY * 2 * clock * getattr(properties, "memory_bus_width", 0) / 8
     if not rate or abs(rate / target.hbm_bytes_per_s - 1) <= SAME_RATE:

@@ -156,7 +156,7 @@ def reports() -> tuple[GraphReport, ...]:
 
 
 def _needing_grad(inputs: Sequence[Any]) -> str:
-    """Returns text such as `3 parameters and 1 input need grad`. Returns an empty text if none
+    """Returns text such as `3 parameters and 1 input need grad`. Returns an empty text if no input
     needs grad."""
     tensors = [i for i in inputs if isinstance(i, torch.Tensor) and i.requires_grad]
     parameters = sum(isinstance(t, torch.nn.Parameter) for t in tensors)
@@ -166,8 +166,8 @@ def _needing_grad(inputs: Sequence[Any]) -> str:
 
 
 def _trains(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether grad mode is on when a graph begins, and a gradient flows to an input that needs
-    one."""
+    """Whether grad mode is on when a graph begins, and a gradient flows to an input that needs a
+    gradient."""
     if not torch.is_grad_enabled() or not _needing_grad(inputs):
         return False
     return bool(modes_of(gm.graph, grad=True).recorded)
@@ -318,13 +318,15 @@ def lower(
     """Traces a model and reports what tilewright does to it, without compiling or running the
     model.
 
-    model, args, kwargs: the model and the arguments of a call. Meta tensors are enough.
+    model: the model. Its parameters may be meta tensors.
+    args: the positional arguments of a call. Meta tensors are enough.
+    kwargs: the keyword arguments of the call.
     patterns: the option of this name in `Options`.
     dynamic: the argument of this name of torch.compile.
     target: the chip for which kernels are planned, by its name or the name of a product (`h100`).
     strict: the option of this name in `Options`.
-    tune: the option of this name in `Options`. It measures only if the GPU of this machine is the
-        target.
+    tune: the option of this name in `Options`. Lowerings are measured only if the GPU of this
+        machine is the target.
 
     Returns a :class:`Lowered`. No traced graph runs, so the function does not write caches that are
     passed as arguments. After a graph break, the Python code between two graphs does run, with
@@ -332,9 +334,9 @@ def lower(
     as part of the break.
 
     Raises TypeError if the model cannot be called, if `args` is not a tuple or list, or if `kwargs`
-    is not a dictionary by name. Raises ValueError for unknown patterns or targets, and StrictError
-    under `strict`. Exceptions that Dynamo or the model raises before there is a graph are passed
-    on.
+    is not a dictionary by name. Raises ValueError for unknown patterns or targets. Raises
+    StrictError if `strict` makes a miss an error. Exceptions that Dynamo or the model raises before
+    there is a graph are passed on.
     """
     _check_call(model, args, kwargs)
     if dynamic not in (None, True, False):
@@ -381,7 +383,7 @@ def lower(
             # The Python code between two graphs failed on the zeros that replace the results of the
             # first graph.
             log.debug("the model stopped after a graph", exc_info=True)
-            what = "the code after this graph failed on zeros in place of its results"
+            what = "the code after this graph failed on zeros in place of the graph's results"
             after = [f"{what}: {_in_a_line(error)}"]
     lowered = Lowered(tuple(found), target_name(options), (*breaks, *after))
     raise_strictly(lowered.misses, options)

@@ -9,7 +9,7 @@ from tilewright.codegen.names import did_you_mean
 from tilewright.ops.checks import OFF, is_on
 
 PREFIX = "TILEWRIGHT_"
-#: Variables that turn something on, each with the function that says whether a text does.
+#: Variables that turn something on. For each, a function that returns whether a text turns it on.
 SWITCHES = {
     "TILEWRIGHT_DEBUG": is_on,
     "TILEWRIGHT_EVERYWHERE": is_on,

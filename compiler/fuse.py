@@ -65,7 +65,7 @@ from tilewright.patterns.language import (
 )
 
 DEFAULT_TARGET = "sm100"
-#: The backend also issues a note as a warning if it begins with one of these texts.
+#: The beginnings of the notes that the backend also issues as warnings.
 TOLD = ("options['only']", "dropout is on")
 
 
@@ -82,8 +82,8 @@ class _Clock:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    # Our short-lived objects would trigger full collections of Dynamo's heap, which take longer
-    # than the pass itself.
+    # The short-lived objects of this pass would trigger full collections of Dynamo's heap, which
+    # take longer than the pass itself.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -294,8 +294,8 @@ def _told(
 
     before: the misses of earlier rounds. The function drops a miss if its pattern now matches the
         site.
-    now: the misses of this round. After the first rewrite, it adds only misses at nodes of
-        `left_open`.
+    now: the misses of this round. After the first rewrite, the function adds only misses at nodes
+        of `left_open`.
     left_open: the nodes of the sites that ops refused; None before the first rewrite.
     """
     found = {(match.pattern, match.anchor.node) for match in matches}
@@ -327,8 +327,8 @@ def _sites(
 
 
 def _ask_for_tuning(rewritten: Sequence[Rewritten], options: Options) -> tuple[str, ...]:
-    """Sets `tune` at the sites whose op can be tuned. Returns notes that say which GPU will
-    measure."""
+    """Sets `tune` at the sites whose op can be tuned. Returns notes that say on which GPU the ops
+    will be measured."""
     notes: dict[str, None] = {}
     for done in rewritten:
         tuning = get_op(done.node.meta["tilewright"]["op"]).tuning
@@ -470,8 +470,8 @@ def _intermediate_bytes(match: Match) -> int:
 
 
 def _nested_ops(node: fx.Node) -> list[tuple[fx.Node, str]]:
-    """Returns the other nodes of our ops, with their names, that the rewrite added as inputs of
-    `node`."""
+    """Returns the other nodes of tilewright's ops that the rewrite added as inputs of `node`, with
+    the names of their ops."""
     found: list[tuple[fx.Node, str]] = []
     for source in node.all_input_nodes:
         called = source.target

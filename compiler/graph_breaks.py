@@ -48,8 +48,8 @@ _NUMBER = (
     f"mask by torch.arange(length) <= positions[:, None]; or {_IN_PYTHON}",
 )
 
-# Our words and hint for each reason that Dynamo gives, by the beginning of the reason. Dynamo's own
-# hints name settings of Dynamo.
+# The words and the hint of a miss for each reason that Dynamo gives, by the beginning of the
+# reason. Dynamo's own hints name settings of Dynamo.
 _REASONS = {
     "generic_jump": _BRANCH,
     "Data-dependent branching": _BRANCH,
@@ -62,7 +62,7 @@ _REASONS = {
     "Data dependent operator": _NUMBER,
     "Consider annotating your code": (
         "a branch depends on a number that only the data decides: {unknown}",
-        f"{_IN_PYTHON}, or state with torch._check(...) which bounds it keeps",
+        f"{_IN_PYTHON}, or state with torch._check(...) which bounds this number keeps",
     ),
     "TypeError when making fake tensor call": (
         "a call fails while it is traced: {error}",
@@ -82,8 +82,8 @@ _NAMED = {
     "{unknown}": re.compile(r"data-dependent expression (.*?) \(unhinted"),
 }
 
-# Reasons that a Python loop over experts causes. Dynamo's hints for them lead to graphs that are
-# not fused.
+# Reasons for graph breaks that a Python loop over experts causes. Dynamo's hints for these breaks
+# lead to graphs that are not fused.
 _SIZED_BY_DATA = (
     "Dynamic shape operator", "Data dependent operator", "Consider annotating your code",
 )  # fmt: skip
@@ -245,7 +245,7 @@ def _break_text(reason: str, stack: Sequence[traceback.FrameSummary]) -> str:
         hint, rest = f"{hint}; {_EXPERTS_HINT}", ""
     elif library := _LIBRARIES.get(_library(stack)):
         hint, rest = library, ""
-    rest = f"Hint: {hint}\n{rest}" if hint else rest  # ours first
+    rest = f"Hint: {hint}\n{rest}" if hint else rest  # our hint comes first
     return f"{words}{_place(stack)}{newline or (rest and chr(10))}{rest.lstrip(chr(10))}"
 
 

@@ -1,6 +1,6 @@
 """The argument in which models of transformers take their cache.
 
-Its name differs between releases of transformers, and between models.
+The name of this argument differs between releases of transformers, and between models.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ class Options:
     target: the chip for which reports plan kernels. None stands for the GPU of this machine or,
         without a GPU, for sm100. A kernel that runs is always planned for the GPU on which it runs.
     verify: in the first call, run the rewritten graph next to the original on copies of the inputs.
-        If the results differ, report it and run the original from then on. With `verify`, sums over
-        ranks are not fused, because no rank may return to the original alone.
+        If the results differ, report the difference and run the original from then on. With
+        `verify`, sums over ranks are not fused, because no rank may return to the original alone.
     strict: raise an error for a lost miss, a graph break or an internal error instead of reporting
         it. With True, this applies to every pattern. With a list of names, it applies only to these
         patterns; the name `capture` stands for graph breaks. A graph break before the first
@@ -77,7 +77,7 @@ class Options:
             _expect(name, listed, "a list of strings or None", given)
             if given is not None:
                 object.__setattr__(self, name, tuple(given))
-        registered(self.patterns)  # raises for a name it does not know
+        registered(self.patterns)  # raises ValueError for an unknown name
         self._check_strict(self.strict)
         if self.target is not None:
             object.__setattr__(self, "target", _target(self.target))
@@ -106,8 +106,8 @@ class Options:
         object.__setattr__(self, "strict", tuple(given))
 
     def raises_for(self, miss: Miss) -> bool:
-        """Whether `strict` raises for a miss. It does for a lost miss of a pattern that it names,
-        or for a miss that stands for misses of such a pattern."""
+        """Whether `strict` raises for a miss. It raises for a lost miss of a pattern that the
+        option names, or for a lost miss that stands for misses of such a pattern."""
         if isinstance(self.strict, bool):
             return self.strict and miss.is_lost
         return miss.is_lost and not spoken_for(miss.pattern).isdisjoint(self.strict)

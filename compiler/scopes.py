@@ -1,4 +1,4 @@
-"""Names of places in a model, for new reports and for saved ones."""
+"""Computes the names of places in a model, which new and saved reports show."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def section(op: FusedOp) -> str:
         f"```\n{op.declaration}\n```",
         _text(op.arguments.__doc__),
         *_groups(op),
-        f"**Computes.** {_text(op.reference.__doc__)}",
+        f"**Formula.** {_text(op.reference.__doc__)}",
         f"**Writes.** {', '.join(f'`{name}`' for name in op.mutated) or 'nothing'}.",
         f"**Lowerings.** {lowerings or 'none'}; last, the reference.",
         f"**Error.** {op.error_model}",

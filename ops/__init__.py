@@ -15,8 +15,8 @@ from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import all_ops
 from tilewright.ops.formats.paged_cache import CacheWindow
 
-# Ops refer to functions of some modules as "module:function". The first call that needs such a
-# module imports it.
+# Modules that are named `lowering` or `tuning` are not imported here. Ops refer to their functions
+# as "module:function", and the first call that needs such a function imports its module.
 import_all(__name__, __path__, but_for=("lowering", "tuning"))
 
 _BY_HAND = {op.name: op for op in all_ops() if op.namespace == "tilewright"}
@@ -24,8 +24,8 @@ __all__ = ["ArgumentError", "CacheWindow", "load_kernels", "pack_kernels", *_BY_
 
 
 def __getattr__(name: str) -> Any:
-    """Returns an op: the function of this name in the file that declares the op, or else the op's
-    record."""
+    """Returns the op `name`. If the file that declares the op has a function of this name, returns
+    that function; otherwise, returns the op's record."""
     if name not in _BY_HAND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     op = _BY_HAND[name]

@@ -19,8 +19,8 @@ from tilewright.ops.runtime.replay import repeat
 
 log = logging.getLogger("tilewright")
 
-#: The largest number of remembered metadata keys and of repeated calls, for each op and device
-#: type.
+#: The largest number of things that are remembered for each op and device type. Each set of
+#: metadata counts as one thing, and each call that can be repeated counts as one.
 MAX_REMEMBERED = 4096
 
 
@@ -45,7 +45,7 @@ class Calls:
 
     A call with new metadata is checked completely, and its lowering is chosen. For later calls with
     this metadata, only the values are checked, and the same lowering is used. On CUDA, the third
-    call at the same addresses only repeats the launches of the earlier calls.
+    call at the same addresses, and each later one, only repeats the launches of the earlier calls.
     """
 
     def __init__(self, op: FusedOp, device_type: str) -> None:
@@ -82,7 +82,8 @@ class Calls:
         arguments = self.op.arguments(*args, **kwargs)
         devices = tensor_devices(args, kwargs)
         if kind is None or kind.devices != devices:
-            if _lacks_list(self._lists, arguments):  # only new metadata is checked for this
+            # Lists are looked at only here, because calls with known metadata lack no list.
+            if _lacks_list(self._lists, arguments):
                 whole, options = self.op.split(_with_lists(self._lists, arguments))
                 return self(*whole, **options)
             kind = _Kind(devices, self._chosen(arguments))
@@ -242,7 +243,7 @@ def transformed(op: FusedOp) -> OpCallable:
 
 def told_apart(op: FusedOp) -> OpCallable:
     """Returns the op's implementation that runs before autograd. If a traced call writes nothing,
-    it redirects the call to another op.
+    the implementation calls the op `without_writes` instead.
 
     The functionalisation of torch.export and AOTInductor would misinterpret a call that writes
     nothing: functionalisation expects several results, but such a call returns one.

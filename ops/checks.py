@@ -46,7 +46,7 @@ def in_words_of(op: str, names: Mapping[str, str]) -> Iterator[None]:
 
 
 def holds(condition: Any) -> bool:
-    """Whether `condition` may hold. This is False only if the condition is known to be false.
+    """Returns False only if `condition` is known to be false, and True if it holds or is unknown.
 
     A symbolic condition never becomes a guard here, so a check cannot specialise a dynamic size. At
     run time, when sizes are numbers, the check decides.

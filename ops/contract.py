@@ -85,8 +85,8 @@ def register(op: FusedOp) -> FusedOp:
 
 
 def get_op(name: str) -> FusedOp:
-    """Returns the op with the name `name` or `namespace::name`. Raises KeyError, with the
-    registered ops, if there is none."""
+    """Returns the op with the name `name` or `namespace::name`. Raises KeyError, whose message
+    lists the registered ops, if there is no such op."""
     qualified = name if "::" in name else f"tilewright::{name}"
     if qualified not in _registry:
         raise KeyError(f"no fused op {qualified!r}; registered: {', '.join(sorted(_registry))}")

@@ -113,8 +113,8 @@ class FusedOp:
         error_model: A text that justifies `tolerances`.
         fake: Returns outputs with the right metadata. By default, the outputs are like the first
             argument.
-        validate_values: Performs checks that need real memory (index values, aliases). It runs
-            before anything is written.
+        validate_values: Performs the checks that need real tensors, not fake ones: values of
+            indices, and aliases. It runs before anything is written.
         namespace: The namespace of the op in torch.ops.
         plan: plan(arguments, target name) returns a LoweringReport. It also works for fake
             arguments and without a GPU. It may be "module:function". If it is None, the report
@@ -129,21 +129,21 @@ class FusedOp:
             which says what is measured, and where. It may be "module:function".
         moving: The arguments whose addresses may change when a call is repeated
             (`ops.runtime.replay`). The steps of every lowering may depend on these addresses only
-            modulo 16. It must be empty for an op that writes an argument, because no other argument
-            may share memory with the written argument.
+            modulo 16. It must be empty for an op that writes an argument, because a repeated call
+            does not check again that no other argument shares memory with the written one.
         slower: slower(**sizes) returns why PyTorch's own calls are faster for a call with these
             sizes, which are given by name. It returns None if the op is faster, and for symbolic
             sizes. Patterns call it.
         slower_on: slower_on(arguments, target, varies) returns why the original graph is faster on
             a chip than a call with these arguments, even if kernels can compute the call. It
             returns None if the call is faster. varies: whether a size of the tensors is a symbol.
-            The rewrite calls it for matches that need a kernel.
+            The rewrite calls slower_on for matches that need a kernel.
         chip_obstacle: chip_obstacle(arguments, target) returns why a chip cannot compute a call
             with these arguments, even if it can compute other calls of the op. It returns None if
             the chip can. If chip_obstacle is None, support does not depend on the arguments.
-        without_writes: The name of an op with the same arguments, for traced calls in which every
-            written argument is None. It replaces this op in such calls, because torch's
-            functionalisation does not support a mutating op that writes nothing.
+        without_writes: The name of an op with the same arguments. That op replaces this one in
+            traced calls in which every written argument is None, because torch's functionalisation
+            does not support a mutating op that writes nothing.
     """
 
     name: str
@@ -306,7 +306,7 @@ class FusedOp:
         )
 
     def reference_lowering(self) -> Lowering:
-        """Returns the reference as a lowering, the last resort."""
+        """Returns the reference as a lowering, which computes calls that no other lowering can."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return self.reference(self.arguments(*args, **kwargs))

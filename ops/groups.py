@@ -33,8 +33,8 @@ Reader: TypeAlias = tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]
 
 @dataclass(frozen=True)
 class ArgumentGroup:
-    """A group of arguments, which is a dataclass. Each field has a default, except fields that
-    every op gives.
+    """The base class of groups of arguments, which are dataclasses. A field has a default unless
+    all ops with this group have an argument for the field.
 
     names: maps a field to the op's argument, for fields that the op names differently; see `named`.
     """
@@ -116,8 +116,8 @@ class Group(OptionalGroup[T]):
 
 
 def prefixed(prefix: str, kind: type[Any]) -> dict[str, str]:
-    """Returns the argument name for each field of a group: the prefix, followed by the field's
-    name."""
+    """Maps each field of a group to the name of an op's argument: the prefix, followed by the
+    field's name."""
     return {one.name: prefix + one.name for one in fields(kind)}
 
 

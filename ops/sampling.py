@@ -55,9 +55,12 @@ class RowsCase:
 
     Attributes:
         name: The name of the case.
-        num_tokens, n, dtype: The number, the size and the dtype of the rows.
-        norm: "rms", "weightless", or "" for none.
-        norm_dtype, norm_offset: The dtype of the norm's weight, and the offset.
+        num_tokens: The number of rows.
+        n: The number of columns.
+        dtype: The dtype of the rows.
+        norm: The kind of norm: "rms", "weightless", or "" for none.
+        norm_dtype: The dtype of the weight of the norm.
+        norm_offset: The offset that is added to the weight of the norm.
         stride: The stride between rows, in elements; 0 for n.
     """
 
@@ -91,11 +94,14 @@ class PagedBatch:
 
     Attributes:
         name: The name of the case.
-        num_tokens, num_pages, page_size: The numbers of tokens and pages, and the size of a page.
-        slots: A form of `ops.cache.addressing`.
+        num_tokens: The number of tokens of all sequences together.
+        num_pages: The number of pages.
+        page_size: The number of tokens of a page.
+        slots: One of the forms in which places are given (`ops.cache.addressing`).
         slot_dtype: The dtype of slots and tables.
         skipped: The number of tokens that have a negative slot.
-        new_tokens, cached_tokens: The numbers of tokens of each sequence.
+        new_tokens: The number of new tokens of each sequence.
+        cached_tokens: The number of tokens of each sequence that are already in the cache.
     """
 
     name: str
@@ -121,8 +127,8 @@ def sample_table(
 
 def sample_places(batch: Any, sampler: Sampler) -> dict[str, torch.Tensor]:
     """Returns a block table, and the tensors that each form of addressing needs in addition, in
-    int64 on the CPU. Unassigned entries of the table are outside of the pool. batch: has
-    new_tokens, cached_tokens, num_pages and page_size."""
+    int64 on the CPU. Entries of the table without a page are numbers that no page has. batch: an
+    object with new_tokens, cached_tokens, num_pages and page_size."""
     new = torch.tensor(batch.new_tokens, dtype=torch.int64)
     cached = torch.tensor(batch.cached_tokens, dtype=torch.int64)
     columns = (-(-(new + cached) // batch.page_size)).tolist()

@@ -45,9 +45,9 @@ class Value:
             calls.
         args: The operands in ATen's order: views, numbers, strings, None, or tuples of them.
         shape, dtype, device: The metadata of the result. Sizes are ints or sympy expressions.
-        node: The node of the graph that computes it.
-        position: Its place in program order.
-        projected: Whether it depends on a GEMM with a weight.
+        node: The node of the graph that computes the value.
+        position: The place of the node in program order.
+        projected: Whether the value depends on a GEMM with a weight.
         kwargs: The keyword arguments.
         store: For a `store`, what it writes.
     """
@@ -83,8 +83,8 @@ class Value:
 
     @property
     def either_way(self) -> tuple[tuple[View, View], ...]:
-        """The two operands of a sum or product, in both orders. It is empty if there is another
-        number of operands."""
+        """The two operands of a sum or product, in both orders. The result is empty unless the
+        value has two operands."""
         if len(self.operands) != 2:
             return ()
         one, other = self.operands
@@ -236,7 +236,8 @@ class Memory:
 
     Attributes:
         root: The placeholder, or the node that allocated the region.
-        is_input, is_constant: Whether the root is a placeholder, and whether it is a Parameter.
+        is_input: Whether the root is a placeholder.
+        is_constant: Whether the root is a Parameter.
         shape, strides, offset, dtype: The metadata of the root's tensor; strides and offset count
             elements.
         storage: A number, which is equal for memories that alias.
@@ -264,7 +265,7 @@ class Store:
         source: The view whose values are written. The broadcast index dimensions come first, then
             the other dimensions of the target in order. It is None if the written value is not
             known.
-        kind: How the user wrote it (`index_copy_`, `setitem`, ...).
+        kind: How the user wrote the write (`index_copy_`, `setitem`, ...).
         dtype: The dtype of the view that is written. It differs from the memory's dtype if the
             memory is viewed with another dtype.
         accumulate: Whether the write adds instead of overwriting.
@@ -390,7 +391,7 @@ def upstream(
 
 @dataclass(frozen=True, eq=False)
 class Dataflow:
-    """A graph, described by its values. It is read-only, and the graph is unchanged.
+    """A read-only description of a graph by its values. The graph itself is not changed.
 
     Attributes:
         graph: The graph.
@@ -398,12 +399,13 @@ class Dataflow:
         users: The values that read a value.
         views: The tensor of each node, as it was when the node ran.
         memory_of: The memory of each node's tensor.
-        written, read: The writes to a memory, and its readers with their positions.
+        written: The writes to each memory.
+        read: The readers of each memory, with their positions.
         outputs: The views that the graph returns.
         positions: The position of each node in program order.
-        homes: See :meth:`home`.
-        same_size: A function that returns whether two sizes are equal. For symbols, this adds a
-            guard to the compiled code.
+        homes: For each value that another node's tensor holds, this node (see :meth:`home`).
+        same_size: A function that returns whether two sizes are equal. A comparison of symbols adds
+            a guard to the compiled code.
         storage_of: A function that returns the number of a fake tensor's storage. The number is
             equal for tensors that may share memory.
         unknown: Nodes whose result is not known.
@@ -458,8 +460,8 @@ class Dataflow:
         return next(iter(users)) if len(users) == 1 and value not in self.output_values else None
 
     def home(self, value: Value) -> fx.Node:
-        """Returns the node whose tensor has the value. For a write, this is the memory that it
-        wrote."""
+        """Returns the node whose tensor has the value. For a write, this is the root of the written
+        memory."""
         return self.homes.get(value, value.node)
 
     def rows_are_dense(self, view: View) -> bool:
@@ -511,8 +513,8 @@ class Dataflow:
         return found
 
     def written_back(self, value: Value) -> Iterator[Value]:
-        """Yields the in-place writes whose source is exactly this value, such as the last step of
-        `x[...] += y` and of `dist.all_reduce(x)`."""
+        """Yields the in-place writes whose source is exactly this value. The last step of `x[...]
+        += y` and of `dist.all_reduce(x)` is such a write."""
         for user in self.users.get(value, ()):
             if user.store is not None and user.store.source == value.whole:
                 yield user

@@ -3,9 +3,9 @@
 An :class:`Effect` maps the indices of a tensor to the indices of a *base*. Every output dimension
 is a mixed-radix number: a tuple of :class:`Atom`, the outermost first, and each atom steps along
 one axis of the base. `view`, `transpose`, `split`, slices and `expand` in any order reduce to one
-normal form, so two chains select the same elements exactly if their effects are equal. The algebra
-is about logical indices: strides in memory do not matter, and a copy (`contiguous`) has the same
-effect as an identity.
+normal form, so two chains select the same elements exactly if their effects are equal. Effects
+describe logical indices: strides in memory do not matter, and a copy (`contiguous`) has the same
+effect as the identity.
 
 A size is a Python int or, for a symbol of Dynamo, a sympy expression.
 """
@@ -315,7 +315,8 @@ def compose(outer: Effect, inner: Effect) -> Effect:
 def _digits(outer: Effect, axis: int, dim: Dim, start: list[Size]) -> dict[int, list[Atom]] | None:
     """Finds, for each atom of the outer effect, the atoms of a merged dimension that it steps
     along. Returns them by the id of the outer atom, and adds to `start` where they begin. Returns
-    None if sizes are symbols, or if an index would carry over."""
+    None if sizes are symbols, or if a digit of an index would exceed its length and carry over into
+    the next digit."""
     taken = [atom for d in outer.dims for atom in d if atom.axis == axis]
     first = outer.start[axis]
     numbers = [first, *(n for a in (*dim, *taken) for n in (a.length, a.step))]

@@ -53,7 +53,8 @@ _TORCHS = frozenset({
 
 
 def _one_dtype(nodes: Sequence[fx.Node]) -> str:
-    """Returns the hint for different dtypes. If autocast caused them, the hint says so."""
+    """Returns the hint for operands of different dtypes. If autocast caused the difference, the
+    hint says so."""
     computed = next(filter(None, map(_autocast_dtype, _before(nodes))), None)
     if computed is None:
         return HINTS["DTYPE"]

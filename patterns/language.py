@@ -1,7 +1,8 @@
-"""The pattern language: a pattern examines an anchor and returns a `Match` or a `Miss`, never None.
+"""The pattern language. A pattern examines an anchor, and the result is a `Match` or a `Miss`,
+never None.
 
-A user's own pattern is registered in the same way as the built-in patterns. It needs no base class:
-define `name`, `op`, `anchors` and `match`, and call :func:`register`.
+A user's own pattern is registered in the same way as the built-in patterns. Its class needs no base
+class: define `name`, `op`, `anchors` and `match`, and call :func:`register`.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Miss:
         stage: How far the attempt got.
         message: What was expected and what was found, in the user's terms.
         nodes: The nodes of the graph that caused the miss.
-        hint: What the user can do. By default, it is the hint of the code (`patterns/hints.py`).
+        hint: What the user can do. The default is the hint of the code (`patterns/hints.py`).
         count: The number of anchors that the miss stands for.
         weight: `lost` or `advice`; None for the default of the code, see :data:`WEIGHTS`. Only
             `lost` misses cause errors under `strict`, and warnings.
@@ -145,11 +146,10 @@ class Result:
     for each value that is read from outside of the match.
 
     Attributes:
-        replaced: The value. It equals what `effect` selects of the output, times `factor`, plus
-            `added`.
-        effect: The selection.
+        replaced: The value. It is equal to `output[effect] * factor + added`.
+        effect: The selection of the output's elements.
         output: The index of the output, for an op that returns several outputs.
-        factor: The factor.
+        factor: The number that multiplies the selected elements.
         added: A view that has the value's shape and dtype; None if nothing is added.
     """
 
@@ -174,7 +174,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Parts:
-    """Views of `replaced` that become views of the op's output. The value itself disappears.
+    """A value whose views become views of the op's output. The value itself disappears.
 
     Attributes:
         replaced: The value.
@@ -194,22 +194,25 @@ class Match:
     """A subgraph, and the fused op that replaces it.
 
     Attributes:
-        anchor: The anchor.
+        anchor: The node or record from which the pattern found the match.
         arguments: The arguments, by their names in the op's schema: views (the rewriter builds
             them), numbers, strings or None.
         results: The values of the graph, or parts of them, that the op's output replaces.
         absorbed: The values that disappear.
         stores: The in-place writes that the op performs. The op is inserted at the place of the
-            last one. If there are none, it is inserted at the place of the last replaced value.
+            last one. If there are no writes, the op is inserted at the place of the last replaced
+            value.
         facts: What reports and snapshots print about the site: heads, rotation, kind of write, ...
         scope: The module of the site.
         scratch: In-place writes to memory that the graph itself allocated and that only absorbed
-            values read (`y += bias`, `out[order] = y`). They disappear with the match.
+            values read (`y += bias`, `out[order] = y`). These writes disappear when the match is
+            rewritten.
         needs_kernel: Whether the graph is left unchanged on a GPU for which the op has no kernel.
         miss_weight: The weight of the miss that the match becomes if it cannot be rewritten; None
             for the default of the miss's code.
-        pattern, op: The name of the pattern, and the name of the op in `torch.ops.tilewright`, or
-            `namespace::name`. :func:`attempt` sets them from the pattern.
+        pattern: The name of the pattern. :func:`attempt` sets it.
+        op: The name of the op in `torch.ops.tilewright`, or `namespace::name`. :func:`attempt` sets
+            it.
     """
 
     anchor: Value
@@ -241,7 +244,7 @@ class Reject(Exception):
     """Carries a Miss out of a pattern's helper functions. :func:`attempt` returns this Miss."""
 
     def __init__(self, miss: Miss) -> None:
-        super().__init__(miss)  # it is formatted on demand, because most rejections are caught
+        super().__init__(miss)  # formatted on demand, because most rejections are caught
         self.miss = miss
 
 
@@ -253,7 +256,7 @@ def reject(
     hint: str = "",
     weight: Weight | None = None,
 ) -> NoReturn:
-    """Ends the attempt with a Miss. :func:`miss_at` makes it from the same arguments."""
+    """Ends the attempt with the Miss that :func:`miss_at` makes from the same arguments."""
     raise Reject(miss_at(code, stage, message, *culprits, hint=hint, weight=weight))
 
 
@@ -312,8 +315,10 @@ class Sought:
         what: A description in one line.
         near: The operations that a report lists as the most similar ones if there is no anchor.
             They have the names that `patterns.dataflow` uses; an in-place write is a "store".
-        before, behind: A miss accounts for the nodes of its anchor. It also accounts for the first
-            operations of these kinds upstream (`before`) and downstream (`behind`) of them.
+        before: Kinds of operations. Besides the nodes of its anchor, a miss accounts for the first
+            operations of these kinds upstream of these nodes.
+        behind: Kinds of operations. A miss also accounts for the first operations of these kinds
+            downstream of its anchor.
         depth: How many consecutive products upstream a miss accounts for.
         beside: Whether a miss also accounts for other products of the same activation.
     """
@@ -338,11 +343,11 @@ class Pattern(Protocol):
     A pattern may have these attributes:
 
     - `sought`: a :class:`Sought`.
-    - `asked_before`: the names of patterns that would otherwise match its anchors. They are tried
-      after it.
+    - `asked_before`: the names of patterns that would otherwise match the anchors of this pattern.
+      This pattern is tried before them.
     - `asked_last`: if true, the pattern is tried after all patterns without this attribute.
-    - `optional`: if true, the unfused graph is good enough if the op has no kernel. Each match then
-      has `needs_kernel`, and each miss is advice.
+    - `optional`: if true, the unfused graph is good enough where the op has no kernel. Each match
+      of the pattern then has `needs_kernel`, and each of its misses is advice.
     - `speaks_for`: the names of patterns that match nothing where this pattern misses. If the
         option `strict` names one of them, a miss of this pattern raises an error.
 
@@ -405,7 +410,8 @@ class Missed:
     Attributes:
         miss: The miss.
         stores: The writes that a match would perform.
-        values, products: Other values that the miss accounts for.
+        values: Other values that the miss accounts for.
+        products: Products that the miss accounts for.
     """
 
     miss: Miss
@@ -434,7 +440,7 @@ def _checked(pattern: Pattern, answer: Any) -> Match:
     if any(value.store is None for value in answer.stores):
         raise PatternError(
             f"pattern {pattern.name!r}: stores are the in-place writes (op 'store') that the op "
-            f"performs, got {answer.stores}; leave them empty where it writes nothing"
+            f"performs, got {answer.stores}; leave them empty if it writes nothing"
         )
     return replace(answer, pattern=pattern.name, op=answer.op or pattern.op)
 
@@ -469,9 +475,9 @@ def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
     """Returns the registered patterns in the order in which they are tried.
 
     names: the names of the patterns to return. A leading `-` excludes a pattern; if all names have
-    it, all other patterns are returned. If it is None, all patterns are returned. Raises ValueError
-    if there is no name, if a name is unknown or both wanted and excluded, and if two patterns must
-    each come before the other.
+    it, all other patterns are returned. If `names` is None, all patterns are returned. Raises
+    ValueError if the list is empty, if a name is unknown, if a name is both wanted and excluded, or
+    if two patterns must each come before the other.
     """
     if names is None:
         return _in_order()
@@ -527,8 +533,8 @@ class Findings:
 
 
 Check = Callable[[Match, Dataflow], Miss | None]
-#: Makes the miss for an exception. Its arguments are the pattern's name, what the pattern was
-#: doing, the exception, and nodes.
+#: A function that makes the miss for an exception. Its arguments are the pattern's name, a phrase
+#: that says what the pattern was doing, the exception, and the nodes of the site.
 Failed = Callable[[str, str, Exception, tuple[fx.Node, ...]], Miss]
 
 REPORT_IT = (
@@ -556,20 +562,20 @@ def find(
     check: Check | None = None,
     failed: Failed = internal_miss,
 ) -> Findings:
-    """Returns all matches of all patterns, and for every anchor that no pattern matched, the best
-    miss.
+    """Returns all matches of all patterns. For every anchor that no pattern matched, returns the
+    miss with the highest stage.
 
-    An unexpected exception affects only its anchor: `failed` makes a miss of it.
+    An unexpected exception affects only its anchor: `failed` makes a miss of the exception.
 
     A store goes to the first pattern that matches it and passes `check`. If a later pattern matches
     a store that an earlier pattern missed, the earlier miss is kept, because it is more
     informative. The earlier miss is dropped if the later match also absorbs the written value,
-    because nothing of the site is lost then. For the same reason, a miss is dropped if matches
-    absorb all its anchors.
+    because the whole site is fused then. For the same reason, a miss is dropped if matches absorb
+    all its anchors.
 
     A pattern whose attribute `takes_leftovers` is true is not tried at values that a match absorbs.
-    Its own matches do not absorb anchors of other patterns, and they drop only misses of patterns
-    that have the same op.
+    Matches of such a pattern do not absorb anchors of other patterns, and they drop only misses of
+    patterns that have the same op.
     """
     found = Findings()
     taken: set[Value] = set()
@@ -579,7 +585,8 @@ def find(
     ops: dict[int, str] = {}  # the op that each missed pattern would have inserted
     sites: dict[int, list[Value]] = defaultdict(list)
     whole: set[Value] = set()  # absorbed values, and the writes of matches that absorb values
-    by_op: dict[str, set[Value]] = defaultdict(set)  # absorbed by patterns that take leftovers
+    # For each op, the values that patterns with `takes_leftovers` absorb.
+    by_op: dict[str, set[Value]] = defaultdict(set)
     written: dict[str, set[Value]] = defaultdict(set)  # the stores that each pattern takes
     for pattern in patterns:
         for anchor in _anchors(pattern, flow, found, failed):
@@ -631,7 +638,8 @@ def _outdone(
 
 
 def _anchors(pattern: Pattern, flow: Dataflow, found: Findings, failed: Failed) -> list[Any]:
-    """Returns the anchors up to the first exception, for which a miss is added."""
+    """Returns the pattern's anchors up to the first exception. If there is an exception, adds a
+    miss for it to `found`."""
     anchors: list[Any] = []
     try:
         for anchor in pattern.anchors(flow):
@@ -646,7 +654,7 @@ def _answer(
 ) -> Match | Miss:
     doing, nodes = "to match", _anchor_nodes(anchor)
     if any(map(_is_empty, nodes)):
-        message = "it computes a tensor of no elements"
+        message = "the site computes a tensor of no elements"
         return Miss(pattern.name, "EMPTY", Stage.ANCHORED, message, nodes)
     try:
         answer = attempt(pattern, anchor, flow)

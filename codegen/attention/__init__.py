@@ -1,1 +1,1 @@
-"""Attention to a cache: problems, specs, plans."""
+"""Attention to a cache: the static facts of calls (problems), kernels and plans."""

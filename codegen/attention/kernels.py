@@ -11,6 +11,7 @@ from tilewright.codegen.kernel import Kernel, strides_of
 
 # How many fp32 numbers a warp of a merging program holds in registers: 64 in each thread.
 MERGED_NUMBERS = 64 * 32
+# The number of warps of a merging program.
 MERGE_WARPS = 4
 # The strides of the values, if keys and values are separate tensors.
 V_STRIDES = strides_of("v", page=0, head=2)
@@ -69,8 +70,9 @@ class DecodeConfig:
     Attributes:
         tokens: The number of queries in a tile.
         heads: The number of query heads in a tile. They share a head of keys.
-        rows: The number of rows of a tile, one for each query and head, padded.
-        splits: The number of programs that the keys of a tile are divided among.
+        rows: The number of rows of a tile: one for each pair of query and head, and rows that pad
+            the tile.
+        splits: The number of programs among which the keys of a tile are divided.
         num_warps: The number of warps of a program.
         num_stages: The number of pipeline stages.
         block_n: The number of keys that a program reads in one step.
@@ -110,8 +112,9 @@ def decode_tiles(problem: CacheProblem, config: DecodeConfig, sizes: tuple[int, 
 
 
 def workspace_elements(problem: CacheProblem, config: DecodeConfig) -> int:
-    """Returns how many fp32 numbers the workspace of one tile holds, if its keys are split. It
-    holds values, largest logits and sums of weights."""
+    """Returns how many fp32 numbers the workspace of one tile holds, if the tile's keys are split.
+    For each part of the keys, the workspace holds the sums of values, the largest logits, and the
+    sums of softmax weights."""
     return config.splits * config.real_rows * (problem.v_block + 2)
 
 

@@ -11,10 +11,12 @@ from tilewright.codegen.kernel import Kernel
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 
-# The fewest and the most entries of a list that a program writes at a time.
+# LEAST_LISTED, MOST_LISTED: the fewest and the most entries of a list that a program writes at a
+# time.
 LEAST_LISTED, MOST_LISTED = 16, 1024
-# How many bytes of the mask a program loads at a time, and the fewest bytes that a part has.
+# How many bytes of the mask a program loads at a time.
 STEP_BYTES = 16384
+# The fewest bytes of the mask that a part has.
 PART_BYTES = 2 * STEP_BYTES
 # How many programs a multiprocessor needs at the same time to have enough loads in flight.
 PROGRAMS_PER_SM = 4
@@ -39,8 +41,8 @@ class MaskProblem:
         mask: The dtype of the mask: "u8" for booleans, or a float dtype for a mask that is added.
         rows: The number of rows of the mask, at most QUERIES, rounded up to a power of two.
         key_blocks: The number of blocks of keys, rounded up to a power of two.
-        unit: The largest power of two of the dtype, if the lowest numbers of the mask hide keys
-            too. If they do not, unit is 0.
+        unit: If lowest numbers of the mask hide keys too, the largest power of two of the mask's
+            dtype (E in `blocks.py`); else 0.
     """
 
     mask: str
@@ -98,7 +100,7 @@ def mask_config(problem: MaskProblem, tiles: int, target: Target) -> MaskConfig:
 
 def blocks_per_part(config: MaskConfig, key_blocks: int) -> int:
     """Returns the number of blocks of each part, which is a whole number of steps. The last part
-    has only the remaining blocks of the `key_blocks` blocks."""
+    has only the blocks that remain of all `key_blocks` blocks."""
     return max(cdiv(cdiv(key_blocks, config.parts), config.blocks), 1) * config.blocks
 
 
@@ -106,7 +108,7 @@ def numbers_per_tile(problem: MaskProblem, config: MaskConfig, key_blocks: int) 
     """Returns how many numbers the programs of a tile exchange.
 
     The programs exchange a flag for each block. If lowest numbers hide keys, the programs also
-    exchange a flag for each row of each part, which says whether the row has an ordinary number
-    there.
+    exchange a flag for each row of each part, which says whether the row has an ordinary number in
+    the part.
     """
     return key_blocks + (config.parts * problem.rows if problem.unit and config.parts > 1 else 0)

@@ -13,62 +13,75 @@ from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.attention.problem import AttentionSizes, CacheProblem
 from tilewright.codegen.targets import Target, sm_rate
 
-# The most rows of a tile, and the most numbers in the output of a tile.
+# The most rows of a tile.
 MOST_ROWS = 64
+# Without latents: the most numbers in the output of a tile.
 MOST_NUMBERS = MOST_ROWS * 128
-# Limits for latents, where the keys are also the values: how many fp32 numbers of the output a
-# thread holds, how many it holds if the program has MOST_WARPS warps, the largest number of warps,
-# and the number of keys in a block. Blocks are small, because rows of latents are wide.
+# For latents, which are both keys and values: how many fp32 numbers of the output a thread holds,
+# unless the program would then have more than MOST_WARPS warps.
 HELD_NUMBERS = 64
+# For latents: the most fp32 numbers of the output that a thread holds.
 MOST_HELD_NUMBERS = 128
+# The largest number of warps of a program.
 MOST_WARPS = 8
+# The number of keys in a block of latents. It is small, because rows of latents are wide.
 LATENT_KEYS = 32
 # The number of keys in a block of latents if the kernel rounds the latents to float8 codes and back
-# before it uses them. These keys are in registers, in fp32.
+# before it uses them. The program holds these keys in registers, in fp32.
 ROUNDED_KEYS = 16
 # Without latents: how many fp32 numbers of scores and output a thread of a program with 4 warps may
 # hold. If there are more numbers, the program has 8 warps.
 HELD_SUMS = 96
 # The shared memory that is kept free for the weights, barriers and reductions, in bytes.
 SPARE_BYTES = 8192
+# The largest number of parts that the keys of a tile are split into.
 MOST_SPLITS = 128
-# The time model of `_splits`. Its times follow from sweeps on an H100 and an H200 with 1 to 128
-# sequences of 1000 to 16384 keys: benchmarks/results/plans.json and plans_h200.json. All times are
-# in seconds.
+# From here to RESIDENT_PROGRAMS: the constants of the cost model in `_splits`. They follow from
+# sweeps on an H100 and an H200 with 1 to 128 sequences of 1000 to 16384 keys
+# (benchmarks/results/plans.json and plans_h200.json). All times are in seconds.
 #
-# The time of another launch, and of each part that is merged. Parts of latents are merged by
-# several programs, and have the number of rows of the tile.
+# The time of the second launch, which merges the parts.
 LAUNCH_S = 1.8e-6
+# Without latents: the time in which the second launch merges one part.
 MERGED_S = 0.12e-6
+# With latents: the time in which the second launch merges one row of one part. Several programs
+# share the work.
 MERGED_LATENT_ROW_S = 1.2e-9
-# The least time that a program takes for a block of keys, because its products and its softmax wait
-# for each other: a fixed time, and the time in which one program reads the block.
+# Without latents: the fixed part of the least time that a program takes for a block of keys. The
+# program takes this time because its products and its softmax wait for each other. The other part
+# of the least time is the time in which the program reads the block.
 STEP_S = 0.65e-6
+# Without latents: the rate at which one program reads a block.
 STEP_BYTES_PER_S = 100e9
-# The least time for a block of latents, and the time of the products of one row of the tile with a
-# block.
+# The least time that a program takes for a block of latents.
 LATENT_STEP_S = 1.75e-6
+# The time of the products of one row of a tile with a block of latents.
 LATENT_ROW_S = 45e-9
-# The shares of the memory rate that programs reach.
+# The fraction of the memory rate that programs reach without latents.
 MEMORY_SHARE = 0.9
+# The fraction of the memory rate that programs reach with latents.
 LATENT_MEMORY_SHARE = 0.8
-# The time for a block of latents that are rounded, if a multiprocessor runs one program, and how
-# much longer two programs take: one program can work while the other one waits for its reads.
+# The time that a program takes for a block of latents that it rounds, if it is alone on a
+# multiprocessor.
 ROUNDED_STEP_S = 2.8e-6
+# How many times as long two programs on a multiprocessor take for a block of rounded latents each.
+# They take less than twice as long, because one can work while the other waits for its reads.
 ROUNDED_PAIR = 1.8
-# The number of programs that fit a multiprocessor at the same time. Any more programs would start
-# late, in a second wave that is nearly empty.
+# The number of programs that fit a multiprocessor at the same time. Plans do not split keys so far
+# that there are more programs, because these would start late, in a second wave that is nearly
+# empty.
 RESIDENT_PROGRAMS = 2
-# The number of pipeline stages. A paged cache needs more stages, because a program loads the page
-# number of a block before the block.
+# The number of pipeline stages if the cache has no pages.
 STAGES = 3
+# The number of pipeline stages if the cache has pages. It is larger, because a program loads the
+# page number of a block before the block.
 PAGED_STAGES = 5
-# Without latents: the bytes of keys that are on their way to a multiprocessor that has only one
-# program. Blocks of narrow keys are small, so the program has more stages. Measured on an H100 for
-# 8 heads of 64 columns: 8 sequences of 8192 keys take 61.6 us with four stages, and 64.9 us with
-# three. With two programs on a multiprocessor, three stages are faster.
+# Without latents: how many bytes of keys and values a program loads ahead if it is alone on a
+# multiprocessor. Blocks of narrow keys are small, so such a program has more stages. Measured on an
+# H100 for 8 heads of 64 columns: 8 sequences of 8192 keys take 61.6 us with four stages, and 64.9
+# us with three. With two programs on a multiprocessor, three stages are faster.
 LONE_BYTES = 48 * 1024
-# Tile sizes for many queries. The plan uses the first ones that fit.
+# Tile sizes for many queries. The plan uses the first entry that fits.
 BY_POINTERS = (
     PrefillConfig(64, 64, 4, 3),
     PrefillConfig(128, 64, 8, 3),
@@ -77,15 +90,15 @@ BY_POINTERS = (
     PrefillConfig(64, 32, 4, 2),
     PrefillConfig(64, 32, 4, 1),
 )
-# Tile sizes for chips that keep scores, output and q in registers. There, a thread holds fewer
-# scores.
+# Tile sizes for chips that keep scores, output and q in registers. On these chips, a thread holds
+# fewer scores.
 IN_REGISTERS = (
     PrefillConfig(64, 32, 4, 2),
     PrefillConfig(64, 32, 8, 2),
     PrefillConfig(64, 32, 8, 1),
     PrefillConfig(32, 32, 4, 1),
 )
-# Tile sizes for calls with a mask tensor. The tile of the mask takes registers, too.
+# Tile sizes for calls with a mask tensor, whose own tile takes registers, too.
 MASKED = (PrefillConfig(64, 64, 4, 2), *BY_POINTERS[2:])
 
 
@@ -143,7 +156,8 @@ def _fits(problem: CacheProblem, config: PrefillConfig, target: Target) -> bool:
 def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) -> DecodeConfig:
     """Returns the tile sizes of a call with few queries. sizes: the sizes of the call, rounded up
     to the sizes of the plan's bucket."""
-    # Data on its way to tensor memory takes registers, in addition to those that hold a mask.
+    # Data on its way to tensor memory takes registers, in addition to the registers that hold a
+    # mask.
     crowded = bool(target.tmem_columns) and problem.attn_mask != ""
     held = HELD_NUMBERS if crowded else MOST_HELD_NUMBERS
     tokens, heads, rows = decode_rows(problem, sizes.num_queries, held)
@@ -181,8 +195,8 @@ def _stages(
     if problem.latent and paged:
         # One of the stages holds only page numbers, which are loaded before the keys.
         fitting += 1
-    # More stages than blocks are not useful. One more stage is, because it lets the first block's
-    # reads start before the loop.
+    # A program does not need more stages than blocks, except for one more stage, which lets the
+    # reads of the first block start before the loop.
     steps = cdiv(cdiv(num_keys, keys), config.splits)
     return max(min(wanted, fitting, steps + (2 if paged else 1)), 1)
 
@@ -192,8 +206,9 @@ def _splits(
 ) -> int:
     """Returns the number of parts of each tile's keys that gives the shortest modelled time.
 
-    The time of a part is the number of its blocks, times the time of a block. Programs that write
-    parts, and the programs that merge them, also move the sums of the parts.
+    The modelled time of a part is the number of its blocks, times the time of a block. If there are
+    several parts, programs also write the sums of the parts, and a second launch reads and merges
+    them.
     """
     sms, blocks = target.num_sms, cdiv(keys, config.block_n)
     sm_bytes_per_s = sm_rate(target)
@@ -206,7 +221,8 @@ def _splits(
         reading = cdiv(blocks, splits) * _step_s(problem, config, programs / sms, sm_bytes_per_s)
         if splits == 1:
             return reading
-        # Parts are written and read again, in a tile that is padded to a power of two.
+        # The sums of all parts are written and read again. The second launch pads the number of
+        # parts to a power of two.
         parts = 2 * programs * part_bytes / sms / sm_bytes_per_s
         return reading + LAUNCH_S + merged * next_power_of_2(splits) + parts
 
@@ -219,7 +235,7 @@ def _step_s(
     """Returns the seconds in which the programs of the busiest multiprocessor compute a block each.
 
     load: the number of programs of a multiprocessor, on average. If it is below one, the programs
-    share the memory rate of the multiprocessors that have none.
+    also use the memory rate of the multiprocessors that have no program.
     """
     waves = math.ceil(load)
     if problem.rounding is not None:

@@ -27,8 +27,10 @@ class PrefillConfig:
         num_stages: The number of pipeline stages.
         tma: Whether loads use tensor descriptors.
         warp_specialize: Whether the warps of a program are specialised. This requires `tma`.
-        one_loop: Whether masked blocks and whole blocks of keys are handled by the same loop.
-        chained: Whether both parts of a score are summed in one accumulator.
+        one_loop: Whether the same loop handles whole blocks of keys and blocks in which some keys
+            are masked.
+        chained: Whether one accumulator sums the products of both parts of a key: the rope columns,
+            and the other columns.
         promote: Whether the tensor core's sums of each block are added in fp32.
         maxnreg: The largest number of registers of a thread; None for no limit.
     """
@@ -74,9 +76,9 @@ def _head_group(pairs: int, kept_bytes: int, target: Target) -> int:
     """Returns how many of the `pairs` heads run at the same time. For a dense batch, `pairs` counts
     the pairs of sequence and head.
 
-    The result is the number of heads whose keys and values fit the L2 cache; each head has
-    `kept_bytes` bytes of them. As a consequence, keys and values are read from memory once, and the
-    longest tiles of the whole group run first.
+    The result is the number of heads whose keys and values fit the L2 cache. Those of one head take
+    `kept_bytes` bytes. As a consequence, keys and values are read from memory once, and the longest
+    tiles of the whole group run first.
     """
     fitting = max(int(L2_SHARE * target.l2_bytes / max(kept_bytes, 1)), 1)
     # Make all groups about equally large: a small last group would leave multiprocessors idle.
@@ -119,8 +121,8 @@ def schedule(
     """
     sequences, tiles = sizes.num_sequences, cdiv(sizes.num_queries, config.block_m)
     if ragged:
-        # Each sequence has at most one tile that is not full. It is also possible that one sequence
-        # has all queries.
+        # Each sequence has at most one tile that is not full. No sequence has more tiles than one
+        # that has all queries.
         tiles, sequences = min(tiles + sequences - 1, sequences * tiles), 1
     pairs = heads * sequences
     if head_group is None:

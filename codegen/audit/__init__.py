@@ -1,4 +1,4 @@
-"""Facts about a kernel's machine code, read from its PTX and SASS, and rules for them.
+"""Facts about a kernel's machine code, read from the PTX and SASS, and rules for these facts.
 
 Triton neither reports nor enforces these rules. It compiles kernels that spill registers, that need
 more shared or tensor memory than the chip has, that consist of a single trap instruction, or that
@@ -20,8 +20,8 @@ from tilewright.codegen.dead_barriers import count_dead_barriers
 from tilewright.codegen.targets import Target
 
 SPILL_OPCODES = frozenset({"LDL", "STL"})
-# If a thread spills at most this many bytes of registers outside of loops, this is a note and
-# breaks no rule.
+# If a thread spills at most this many bytes of registers outside of loops, the audit has a note
+# about the spills, and no rule is broken.
 FEW_SPILLED_BYTES = 16
 # If a kernel has at most this many registers, Triton may have replaced its body by a trap.
 TRAP_REGISTERS = 16
@@ -46,7 +46,8 @@ class Audit:
     """Facts about one compiled kernel.
 
     Attributes:
-        kernel, sm_target, triton, ptxas: Names and versions.
+        kernel, sm_target: The names of the kernel and of its target.
+        triton, ptxas: The versions of Triton and of ptxas.
         instructions: The number of SASS instructions, without NOPs.
         registers: The number of registers that ptxas allocates for a thread.
         stack_bytes: The local memory of a thread.
@@ -231,7 +232,7 @@ class Expectations:
 
     Attributes:
         mma: The operand dtype of the kernel's GEMM; None for a kernel without a GEMM.
-        legacy_mma_reason: Why this GEMM may use an older tensor-core path; "" if it may not.
+        legacy_mma_reason: Why this GEMM may use an older tensor-core path; "" if it must not.
         tma_loads, tma_stores: Whether TMA loads the operands, and whether TMA stores the outputs.
         warp_specialized: Whether producers and consumers must be different warps.
         stack_bytes: How much local memory a thread may have. Warp specialisation takes up to 8
@@ -240,8 +241,8 @@ class Expectations:
         blocks_per_sm: The number of blocks that must fit on an SM at the same time.
         row_scales_reason: Why the block scales of one operand pass through registers; "" if all
             scales must be copied directly from shared memory to tensor memory.
-        fresh_sums_reason: Why each step of the main loop starts an accumulator at zero and reads
-            it; "" if one accumulator must stay in tensor memory.
+        fresh_sums_reason: Why each step of the main loop starts a new accumulator at zero and then
+            reads it; "" if one accumulator must stay in tensor memory.
     """
 
     mma: str | None = None
@@ -261,7 +262,7 @@ def _unless(holds: object, problem: str) -> str | None:
 
 
 def _limit(actual: int, what: str, most: int) -> str | None:
-    return _unless(actual <= most, f"{actual} {what}".rstrip() + f", at most {most}")
+    return _unless(actual <= most, f"{actual} {what}".rstrip() + f", expected at most {most}")
 
 
 def _mma_present(audit: Audit, target: Target, expected: Expectations) -> str | None:
@@ -293,8 +294,8 @@ def _block_scaled(audit: Audit, target: Target, expected: Expectations) -> str |
 
 
 def _accumulator(audit: Audit, target: Target, expected: Expectations) -> str | None:
-    # Before triton 3.9, an accumulator that two dots share passes through registers, and its value
-    # is wrong.
+    # Before triton 3.9, an accumulator that two dots share passes through registers, and then has a
+    # wrong value.
     both = audit.main_loop.get("LDTM", 0) and audit.main_loop.get("STTM", 0)
     return _unless(
         expected.fresh_sums_reason or not both,
@@ -317,7 +318,8 @@ def _stack(audit: Audit, target: Target, expected: Expectations) -> str | None:
 def _spills_once(audit: Audit) -> bool:
     """Whether the stack holds only a few registers, which are spilled outside of every loop.
 
-    Each thread stores and loads such a register once. This costs less than one step of the loop.
+    Each thread stores and loads such a register once, which takes less time than one step of the
+    loop.
     """
     few = audit.stack_bytes <= FEW_SPILLED_BYTES
     return bool(few and audit.main_loop and audit.spills and not audit.looped_spills)
@@ -341,7 +343,8 @@ def _occupancy(audit: Audit, target: Target, expected: Expectations) -> str | No
     return _unless(has >= needs, f"{has} blocks fit an SM, expected at least {needs}")
 
 
-#: The rules by name. If the kernel breaks a rule, the rule returns a sentence, else None.
+#: Maps the name of each rule to its function, which returns a sentence if the kernel breaks the
+#: rule, else None.
 RULES: Mapping[str, Callable[[Audit, Target, Expectations], str | None]] = {
     "target": lambda a, t, e: _unless(
         a.sm_target == t.sm_name, f"built for {a.sm_target}, not {t.sm_name}"
@@ -372,7 +375,8 @@ RULES: Mapping[str, Callable[[Audit, Target, Expectations], str | None]] = {
 }
 
 
-#: The notes by name. A note breaks no rule. If it applies, it returns a sentence, else None.
+#: Maps the name of each note to its function, which returns a sentence if the note applies, else
+#: None. A note breaks no rule.
 NOTES: Mapping[str, Callable[[Audit, Target, Expectations], str | None]] = {"stack": _stack_note}
 
 

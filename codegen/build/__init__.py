@@ -41,7 +41,8 @@ _SCRATCH_MARK = "make_tensor_descriptor"
 
 
 class BuildError(RuntimeError):
-    """Raised when Triton cannot compile a kernel. The message ends with Triton's last lines."""
+    """Raised when Triton cannot compile a kernel. The message ends with the last lines that Triton
+    printed."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ def emitted(spec: KernelSpec, store: KernelCache | None = None) -> Entry:
         }
 
     def is_whole(entry: Entry) -> bool:
-        """Whether the entry has exactly the expected file. The entry may come from another
-        machine."""
+        """Whether the entry has exactly the files that `make` returns. It may have other files if
+        it comes from another machine."""
         return entry.files.keys() == names
 
     key = emitter.source_fingerprint(spec)
@@ -166,7 +167,7 @@ def compile_for(
             folder = Path(name)
             (folder / "source.py").write_text(text, "utf-8")
             _run_worker(python, folder, request)
-            shutil.rmtree(folder / ".triton", ignore_errors=True)  # holds only copies
+            shutil.rmtree(folder / ".triton", ignore_errors=True)  # this folder holds only copies
             audited = audit_folder(folder).to_json().encode()
             made = {path.name: path.read_bytes() for path in folder.iterdir()}
             return made | {"audit.json": audited}

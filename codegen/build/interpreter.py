@@ -5,8 +5,9 @@ were integers, and its casts to bf16 truncate. Here, bf16 operands are widened t
 exact, and results are rounded to nearest, ties to even, as on the hardware. All other operations
 are Triton's own. The corrections apply only while a kernel runs.
 
-This interpreter also runs kernels that were imported for compilation. It also interprets the jit
-functions that they call, including functions of `triton.language` such as `tl.sum` and `tl.cdiv`.
+This interpreter also runs kernels that were imported for compilation, and it interprets the jit
+functions that kernels call, including functions of `triton.language` such as `tl.sum` and
+`tl.cdiv`.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ def _dot(original: Callable) -> Callable:
 
 
 class _Format(str):
-    """The name of a format, usable both as a string and as a Triton constant (`.value`)."""
+    """The name of a format of `tl.dot_scaled`, usable both as a string and as a Triton constant
+    (`.value`)."""
 
     @property
     def value(self) -> str:
@@ -237,7 +239,8 @@ def _bind_method(self: JITFunction, instance: Any, owner: Any = None) -> Any:
 
 
 def _nothing_to_wait_for() -> None:
-    """Replaces `gdc_wait` and `gdc_launch_dependents`: interpreted kernels run in sequence."""
+    """Replaces `gdc_wait` and `gdc_launch_dependents`, because interpreted kernels run in
+    sequence."""
 
 
 class _Outputs(list[TensorHandle]):
@@ -290,7 +293,7 @@ def _inline(
 ) -> _Outputs:  # fmt: skip
     """Interprets the inline instructions that the templates use. Raises NotImplementedError for
     other instructions."""
-    if asm.startswith("prefetch."):  # a hint
+    if asm.startswith("prefetch."):  # a prefetch is only a hint
         return _Outputs([TensorHandle(np.zeros(values[0].data.shape, np.int32), tl.int32)])
     if asm == "mov.b32 $0, $1;":
         return _Outputs([values[0]])
@@ -343,13 +346,14 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 @contextmanager
 def corrected() -> Iterator[None]:
-    """Applies the corrections, and interprets called jit functions, while the block runs."""
+    """Applies the corrections, and interprets the jit functions that a kernel calls, while the body
+    of the `with` statement runs."""
     with ExitStack() as stack:
         for owner, name, value in _replacements():
             stack.callback(_restore, owner, name, owner.__dict__.get(name))
             setattr(owner, name, value)
-        # Patch the language once for all called functions. Otherwise, each call would patch it
-        # again and would not restore it.
+        # Patch the language once for all called functions. Otherwise, each call would patch the
+        # language again and would not restore it.
         everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
         stack.callback(interpreter._patch_lang(everything).restore)
         # Prevent a launch from patching the language a second time. Otherwise, each operation would

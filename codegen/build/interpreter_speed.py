@@ -74,7 +74,8 @@ def _read_once(original: Callable) -> Callable:
 
 
 class _Located(interpreter.ASTTransformer):
-    """Triton's transformation of a function's syntax tree, with line numbers for added nodes."""
+    """Transforms a function's syntax tree as Triton does, and gives line numbers to the added
+    nodes."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         kept = node.value
@@ -125,7 +126,7 @@ def _kept_by_shape(original: Callable) -> Callable:
     @functools.wraps(original)
     def method(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = [s.value if type(s) is tl.constexpr else s for s in shape]
-        # The cached attributes hold the element, so no other object can get its id.
+        # The cached attributes refer to the element type, so its id stays unique.
         key = (id(element_ty), *sizes)
         if {*map(type, sizes)} != {int}:
             original(self, element_ty, shape)
@@ -161,9 +162,9 @@ _MOST_NUMBERS = 256
 
 
 def _kept_by_operands(original: Callable) -> Callable:
-    """Caches how operands are converted. For two tensors, the cache stores whether each is
-    broadcast, by their types. For a number and a tensor, it stores the block that the number
-    becomes."""
+    """Caches how operands are converted. For two tensors, the cache stores, under the types of
+    both, whether each tensor is broadcast. For a number and a tensor, the cache stores the block
+    that the number becomes."""
     known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     numbers: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -179,7 +180,8 @@ def _kept_by_operands(original: Callable) -> Callable:
         if kept is held:
             if len(numbers) >= _MOST_NUMBERS:
                 numbers.clear()
-            numbers[key] = block, held.type  # keeps the type alive, so its id stays unique
+            # The entry keeps the type alive, so the type's id stays unique.
+            numbers[key] = block, held.type
         return made
 
     @functools.wraps(original)
@@ -264,8 +266,8 @@ def _patch_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) 
 
 
 def _if_it_is_read(original: Callable) -> Callable:
-    """Skips Triton's search for overflows unless debugging is on, because the search has no effect
-    otherwise."""
+    """Skips Triton's search for overflows unless debugging is on. Without debugging, nothing uses
+    the result of the search."""
 
     @functools.wraps(original)
     def method(self: TritonSemantic, *args: Any) -> None:

@@ -94,7 +94,9 @@ def unpacked(data: bytes) -> dict[str, bytes]:
         opened = zlib.decompressobj()
         text = opened.decompress(base64.b64decode(data, validate=True), MOST_BYTES)
         if not opened.eof:
-            raise ValueError(f"the parcel of kernels is cut off, or over {MOST_BYTES} bytes")
+            raise ValueError(
+                f"the parcel of kernels is truncated, or has more than {MOST_BYTES} bytes"
+            )
         files = {name: text.encode("latin-1") for name, text in json.loads(text).items()}
     except (zlib.error, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"the data is not a parcel of kernels: {error}") from error
@@ -104,7 +106,8 @@ def unpacked(data: bytes) -> dict[str, bytes]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a file of this name stays in its folder, and no cache reserves the name."""
+    """Whether a file of this name would be in the folder of its entry, and no cache reserves the
+    name."""
     if name in ("", ".", "..", MANIFEST, "lock") or name.startswith(("__grp__", "tmp.")):
         return False
     return "\0" not in name and Path(name).name == name
@@ -131,17 +134,18 @@ def deliver(name: str, data: bytes) -> bool:
 def _put_in_triton_s_cache(key: str, files: Files) -> None:
     from triton.runtime.cache import get_cache_manager
 
-    # A group is named after its description, which is its only JSON file.
+    # Triton's cache stores the files of a kernel as a group, which has the name of its only JSON
+    # file.
     groups = [name for name in files if name.endswith(".json")]
     if len(groups) != 1:
         raise ValueError(f"the parcel of one kernel cannot have the files {sorted(files)}")
     (group,) = groups
     description = json.loads(files[group])
     if not isinstance(description, dict) or description.get("hash") != key:
-        raise ValueError("the parcel of one kernel has the name of another")
+        raise ValueError("the parcel of one kernel has the name of another kernel")
     manager = get_cache_manager(key)
-    # Check every file, not only the group, because a group of another name may share some of the
-    # files.
+    # Check every file and not only the group, because a group of another name may have some of the
+    # same files.
     if not any(manager.get_file(name) for name in (*files, f"__grp__{group}")):
         manager.put_group(group, {name: manager.put(data, name) for name, data in files.items()})
 
@@ -187,8 +191,8 @@ def _append(package: Path, files: Files) -> None:
 
 
 def load_kernels(package: str | Path) -> int:
-    """Stores the kernels and times of a package in the caches. Returns how many could be stored.
-    Call this function before the first run of the package.
+    """Stores the kernels and times of a package in the caches. Returns how many of them could be
+    stored. Call this function before the first run of the package.
 
     It is not an error if the package has no kernels. The kernels are executed, so load only
     packages that you trust. Raises OSError if the file cannot be read, and zipfile.BadZipFile if it
@@ -205,5 +209,5 @@ def _content(archive: zipfile.ZipFile, path: str) -> bytes:
     try:
         with archive.open(path) as file:
             return file.read(MOST_BYTES)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError):  # damaged, or with a password
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError):  # damaged or encrypted
         return b""

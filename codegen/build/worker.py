@@ -107,7 +107,7 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
     mend = load_source(str(Path(__file__).parents[1] / "dead_barriers.py"))
     compiled = mend.compile_without_dead_barriers(source, target, options, keep)
     for stage in STAGES:
-        code = compiled.asm.get(stage, "")  # a Gluon kernel begins as TTGIR
+        code = compiled.asm.get(stage, "")  # a Gluon kernel has no TTIR
         data = code if isinstance(code, bytes) else str(code).encode()
         (out / f"kernel.{stage}").write_bytes(data)
     metadata = {name: getattr(compiled.metadata, name, None) for name in METADATA}

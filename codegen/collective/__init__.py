@@ -1,1 +1,1 @@
-"""Sums over ranks, with the residual and norm after them: problems, specs, plans."""
+"""Sums over ranks, with the residual and norm after them: the kernel and its plan."""

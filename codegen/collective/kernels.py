@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 from tilewright.codegen.kernel import Kernel
 
-# The number of slots of a program for each other rank; the template explains them.
+# How many slots a program has for each other rank. The template `collective.reduce` explains the
+# slots.
 RING = 2
+# The number of bytes of a flag.
 WORD_BYTES = 8
 # How often a kernel reads a flag before it gives up. At half a microsecond or more for each read,
 # this is about ten minutes.
 PATIENCE = 1 << 30
 
-# The kernel that each rank runs; it is the same for all ranks.
+# Each rank runs this kernel.
 REDUCE = Kernel(
     "collective.reduce",
     "all_reduce_residual_norm",

@@ -1,7 +1,7 @@
 """Emits a KernelSpec as one standalone Triton file: the template with all static values filled in.
 
-The file imports only triton and says how to compile it, so that a person or `worker.py` can build
-it without further information.
+The emitted file imports only triton and says how it is compiled, so that a person or `worker.py`
+can build the kernel without further information.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Evaluates branches and loops. Branches and loops that can be decided at emit time disappear; the
-others remain."""
+"""Evaluates branches and loops. Branches and loops that can be decided when the kernel is emitted
+disappear. The others remain."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tilewright.codegen.emit.source import External
 from tilewright.codegen.emit.statements import Statements, is_constexpr
 from tilewright.codegen.emit.values import TL, Value
 
-# A tl.static_range is unrolled if this gives at most this many statements. If there are more, it
-# remains a loop.
+# A tl.static_range is unrolled if the result has at most this many statements. If not, it remains a
+# loop.
 UNROLL_STATEMENTS = 256
 
 # The default values of the options of tl.range. An option with its default value is not printed.
@@ -84,8 +84,9 @@ class ControlFlow(Statements):
         self._forget(names)
 
     def _check_variables(self, node: ast.stmt, names: set[str]) -> None:
-        """Checks the names that a run-time branch or loop assigns. Before it, each name must be
-        unbound or a printed variable. Raises EmitError if a name has a compile-time value."""
+        """Checks the names that a run-time branch or loop assigns. Before the branch or loop, each
+        name must be unbound or a printed variable. Raises EmitError if a name has a compile-time
+        value."""
         for name in sorted(names):
             bound = self.scope.bindings.get(name)
             if bound is not None and not (
@@ -235,7 +236,7 @@ def _joined(yes: dict[str, Folded], no: dict[str, Folded]) -> dict[str, Folded]:
             if survivor is not None and isinstance(survivor.node, ast.Name):
                 joined[name] = Folded(survivor.node, type_only(survivor.value))
         elif ast.dump(one.node) != ast.dump(other.node):
-            continue  # different compile-time values: reading the name is an error
+            continue  # reading a name with two compile-time values is an error
         elif one.value.literal or one.value == other.value:
             joined[name] = one
         else:

@@ -1,5 +1,5 @@
-"""Evaluates a kernel partially: fills in the constants of the spec and inlines the called
-functions.
+"""Evaluates a kernel partially: fills in the constants of the spec and inlines the functions that
+the kernel calls.
 
 Expressions that depend only on the spec are computed here and disappear. All other expressions are
 printed in the template's order, so every load, store and barrier keeps its place. If something
@@ -110,8 +110,8 @@ class PartialEvaluator(ControlFlow):
         self, call: ast.Call, function: JitFunction, emitted: list[ast.stmt], is_root: bool
     ) -> None:
         """Checks that the statements of an inlined function may be moved before the expression that
-        calls it. This must change neither the result of the statements nor the result of the
-        expression. Raises EmitError if it might."""
+        calls it. The move must change neither the result of the statements nor the result of the
+        expression. Raises EmitError if the move might change a result."""
         if emitted and self.conditional:
             raise self.error(call, f"{function} has statements: not allowed in {self.conditional}")
         if is_root or not emitted:
@@ -165,8 +165,8 @@ class PartialEvaluator(ControlFlow):
 
 
 def _is_simple(node: ast.expr) -> bool:
-    """Whether an argument may be printed several times. This is so for a name, a constant, or a
-    tuple of names and constants."""
+    """Whether an argument may be printed several times: a name, a constant, or a tuple of names and
+    constants."""
     if isinstance(node, (ast.Tuple, ast.List)):
         return all(map(_is_simple, node.elts))
     return isinstance(node, (ast.Name, ast.Constant))

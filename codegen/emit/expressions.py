@@ -64,7 +64,7 @@ class Scope:
     Attributes:
         function: The jit function that is evaluated.
         bindings: The current expression and value of each of the function's names.
-        renamed: The printed name of each of its local variables.
+        renamed: The printed name of each of the function's local variables.
         runtime_depth: How many run-time `if`s and loops enclose the current statement.
     """
 
@@ -232,8 +232,8 @@ class Expressions:
         extents = iter(value.shape)
         shape = tuple(1 if _is_new_axis(part) else next(extents) for part in parts)
         # Expressions that share a Range object are treated as equal. The elements are now along
-        # another axis, so they are not equal to the elements of the old block. A copy of the range
-        # prevents this.
+        # another axis, so they are not equal to the elements of the old block. Therefore the new
+        # block gets a copy of the range.
         known = replace(value.range) if value.range is not None else None
         return replace(value, shape=shape, range=known, runtime=True)
 

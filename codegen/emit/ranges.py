@@ -104,7 +104,8 @@ class Range:
         return Range(min(corners), max(corners), self.multiple * other.multiple)
 
     def __floordiv__(self, divisor: Range) -> Range:
-        if self.low < 0 or divisor.low <= 0:  # Python and the GPU round these differently
+        # Python and the GPU round negative quotients differently.
+        if self.low < 0 or divisor.low <= 0:
             return _UNKNOWN
         exact = divisor.is_constant and self.multiple % divisor.low == 0
         multiple = self.multiple // divisor.low if exact else 1

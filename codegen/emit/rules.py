@@ -80,7 +80,7 @@ class Call:
         to the shape of the pointers.
         """
         mask = self.argument(position, "mask")
-        if mask is None or len(self.args) > 3:  # positional arguments behind the mask
+        if mask is None or len(self.args) > 3:  # the mask has positional arguments after it
             return self
         if mask.value.known and mask.value.const in (True, None):
             args = [arg for i, arg in enumerate(self.args) if i not in positions]

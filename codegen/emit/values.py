@@ -139,7 +139,7 @@ def tensor_of(value: Value) -> Value:
             if low <= value.const <= high:
                 return tensor(dtype, (), Range.constant(value.const))
         return Value(dtype="uint64", shape=(), runtime=True)
-    return Value(dtype=None, shape=(), runtime=True)  # fp32 or fp64 arithmetic: not folded
+    return Value(dtype=None, shape=(), runtime=True)  # fp32 and fp64 arithmetic is not folded
 
 
 def broadcast(left: Shape | None, right: Shape | None) -> Shape | None:
@@ -177,8 +177,7 @@ COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.In: lambda item, items: item in items,
     ast.NotIn: lambda item, items: item not in items,
 }
-# Operators that have a rule for the range of the result. For int1, "and" is the minimum and "or"
-# the maximum.
+# Maps an operator to its rule for the range of the result.
 _RANGES: dict[type[ast.operator], Callable[[Range, Range], Range]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -186,6 +185,7 @@ _RANGES: dict[type[ast.operator], Callable[[Range, Range], Range]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+# The same for int1, for which "and" is the minimum and "or" is the maximum.
 _FLAG_RANGES: dict[type[ast.operator], Callable[[Range, Range], Range]] = {
     ast.BitAnd: Range.minimum,
     ast.BitOr: Range.maximum,

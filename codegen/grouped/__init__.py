@@ -1,1 +1,1 @@
-"""Grouped GEMMs and their quantisers: problems, specs, plans."""
+"""Grouped GEMMs and their quantisers: the static facts of calls (problems), kernels and plans."""

@@ -12,9 +12,9 @@ from tilewright.codegen.spec import Constant
 
 # The number of codes in a word.
 WORD_CODES = 8
-# Each of four threads of the tensor core holds a quarter of the columns of a part.
+# Four threads hold the columns of a part for the tensor core. Each of them holds a quarter.
 QUARTERS = 4
-# How many bytes of scales can be loaded as one integer.
+# The numbers of bytes of scales that a thread can load as one integer.
 INTEGERS = (1, 2, 4)
 
 
@@ -30,8 +30,8 @@ def scale_bytes(weight: WeightOperands, config: CodesConfig) -> int:
 
 
 def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
-    """Returns why a GEMM with these tiles cannot read the codes as they are stored; None if it
-    can."""
+    """Returns why a GEMM with these tiles cannot read the codes as they are stored; None if the
+    GEMM can."""
     weight, inner = problem.weight, problem.inner
     width, block_k = weight.scale_block[1], config.block_k
     if weight.format not in ("nvfp4", "mxfp4", "int4"):
@@ -42,13 +42,14 @@ def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
         return "rows of the weight are not whole words"
     if inner % width or weight.scale_strides[2] != 1:
         return "the layout of the scales differs from the layout of the columns"
-    if config.ordered and inner % part_columns(weight, config):
-        return f"{inner} columns cannot be divided into whole parts that are put in order"
+    part = part_columns(weight, config)
+    if config.ordered and inner % part:
+        return f"{inner} columns are not a multiple of the {part} that are permuted together"
     if weight.format == "int4":
         if weight.scale_block[0] != 1 or block_k % width or block_k // width > 4:
             return f"groups of {weight.scale_block} do not fit steps of {block_k} columns"
         return None if inner % WORD_CODES == 0 else "columns do not fill whole words"
-    size, part = scale_bytes(weight, config), part_columns(weight, config)
+    size = scale_bytes(weight, config)
     if size not in INTEGERS or inner * QUARTERS % part:
         return f"{inner} columns cannot be divided into whole quarters of {part}"
     if any(stride % size for stride in weight.scale_strides[:2]):
@@ -75,9 +76,10 @@ def thread_run(weight: WeightOperands, config: CodesConfig) -> int:
     """Returns how many neighbouring columns of a row a thread of the tensor core holds. This
     follows from the layout that Triton gives to an operand made by joins.
 
-    For the older instruction (mma.sync), it is twice the number of columns in a register, or four
-    times that number if the scales of a quarter take one byte. Other numbers would also be
-    possible, but threads would then have to exchange values.
+    For the newest instruction, the result is the number of columns in a register. For the older
+    instruction (mma.sync), the result is twice as large, or four times as large if the scales of a
+    quarter take one byte. Other results would also be possible, but threads would then have to
+    exchange values.
     """
     if config.swapped and config.split == 1:
         return 2

@@ -1,5 +1,5 @@
-"""The kernels of grouped GEMMs, with their constants and launch grids. The kernels that quantise
-rows and dequantise weights for these GEMMs are here, too."""
+"""The kernels of grouped GEMMs, and the kernels that quantise rows and dequantise weights for these
+GEMMs, with their constants and launch grids."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ GROUPED = {
 OWN_ROWS = {
     tiles: replace(kernel, strides=_WEIGHT, unaligned=()) for tiles, kernel in GROUPED.items()
 }
+# Dequantises all weights before a dense GEMM.
 DEQUANTIZE = Kernel("grouped.dequantize_experts", "dequantize_experts", _SCALES, num_stages=1)
 # Quantises rows to codes and scales.
 QUANTIZE_ROWS = Kernel("grouped.scaled", "quantize_rows", num_stages=1)
@@ -51,7 +52,7 @@ QUANTIZE_ROWS = Kernel("grouped.scaled", "quantize_rows", num_stages=1)
 def gemm_kernel(problem: GroupedProblem, config: GemmConfig) -> tuple[Kernel, Statics]:
     """Returns the kernel of a grouped GEMM with these tiles, and its constants except the strides
     of its tensors."""
-    # The kernel counts one more group: the rows that belong to no group.
+    # The kernel counts the rows that belong to no group as one more group.
     groups = next_power_of_2(problem.num_groups + (not problem.ordered))
     weight = problem.weight
     own: dict[str, Constant] = {"num_experts": problem.num_experts}

@@ -1,10 +1,11 @@
 """Plans of `grouped_matmul`: the kernels for the average number of rows of a group.
 
 The plan depends on the average number of rows of a group. With few rows, the GEMM takes as long as
-reading the weights takes; with many rows, the tensor cores limit it. The GEMM itself dequantises
-quantised weights. If there are few rows, it reads 4-bit codes in the form in which they are stored.
-If the GEMM would dequantise each weight too often, a separate kernel dequantises all weights before
-the GEMM. The limits below are the numbers of rows at which both ways took equal time on an H200.
+reading the weights takes. With many rows, the tensor cores limit the GEMM. The GEMM itself
+dequantises quantised weights. If there are few rows, it reads 4-bit codes in the form in which they
+are stored. If the GEMM would dequantise each weight too often, a separate kernel dequantises all
+weights before the GEMM. The limits below are the numbers of rows at which both ways took equal time
+on an H200.
 """
 
 from __future__ import annotations
@@ -31,15 +32,14 @@ SWAPPED_ROWS = 16
 WIDE_ROWS = 160
 WIDE_CODES_ROWS = 96
 LONG_ROWS = 512
-# With at least this many rows in a group, weights are dequantised before the GEMM.
+# Maps a format to the number of rows in a group from which weights are dequantised before the GEMM.
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 240, "mxfp4": 240}
-# The numbers of rows in a group from which weights are dequantised first, for 4-bit codes that the
-# GEMM cannot read as they are stored. They are lower than DECODED_ROWS, because such a GEMM
-# dequantises the codes again for each tile.
+# The same map for 4-bit codes that the GEMM cannot read as they are stored. The numbers of rows are
+# lower than in DECODED_ROWS, because such a GEMM dequantises the codes again for each tile.
 DECODED_FROM_TILES = {"int4": 48, "nvfp4": 40, "mxfp4": 48}
-# The number of columns of a step over the inner dimension. If the GEMM takes as long as reading the
-# weights, a step has STREAMED_K columns.
+# The number of columns of a step over the inner dimension if the tensor cores limit the GEMM.
 BLOCK_K = 64
+# The number of columns of a step if the GEMM takes as long as reading the weights.
 STREAMED_K = 128
 
 

@@ -1,6 +1,7 @@
 """The static part of a grouped GEMM with expert weights. This module needs neither torch nor a GPU.
 
-It describes `grouped_matmul`, and also each of the two GEMMs of a mixture of experts.
+A `GroupedProblem` describes a call of `grouped_matmul`, and also each of the two GEMMs of a mixture
+of experts.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ class WeightOperands:
     Attributes:
         data: The stored weight, with strides (expert, row, column). One of the last two strides is
             1.
-        format, scale_block: `ops.formats.expert_weight` explains them.
-        scale: The scales, with strides (expert, row block, column block); None if there are none.
+        format, scale_block: The format, and how many (rows, columns) share a scale, as
+            `ops.formats.expert_weight` explains.
+        scale: The operand of the scales, with strides (expert, row block, column block); None if
+            the weight has no scales.
     """
 
     data: Operand
@@ -70,7 +73,7 @@ class WeightOperands:
 
     @property
     def in_words(self) -> WeightOperands:
-        """Describes the weight as rows of 32-bit words."""
+        """Describes this weight as rows of 32-bit words."""
         expert, row, _ = self.data.strides
         return replace(self, data=Operand("i32", (expert // WORD_BYTES, row // WORD_BYTES, 1)))
 
@@ -87,7 +90,7 @@ class GroupedProblem:
         inner: The number of columns of a weight, K.
         x: The dtype of x.
         weight: The operands of the weight.
-        coded: Whether x has e4m3 codes, with a scale for each row and 128 columns.
+        coded: Whether x has e4m3 codes, with a scale for every 128 columns of each row.
         named: Whether the caller gives the experts of the groups. If not, group g has expert g.
         ordered: Whether a tensor gives the index at which each row of the result is stored.
     """
@@ -103,14 +106,15 @@ class GroupedProblem:
     ordered: bool = False
 
     def dequantized(self) -> GroupedProblem:
-        """Returns the problem after `dequantize_experts`. Its weights are contiguous and have no
-        scales."""
+        """Returns the problem that remains after `dequantize_experts` has run. The weights of this
+        problem are contiguous and have no scales."""
         strides = (self.rows * self.inner, self.inner, 1)
         return replace(self, weight=WeightOperands(Operand(self.x, strides)))
 
 
 def weight_obstacle(name: str, weight: WeightOperands) -> str | None:
-    """Returns why TMA cannot load the weight `name`; None if it can. This needs only metadata."""
+    """Returns why TMA cannot load the weight `name`; None if it can. Only metadata is checked, not
+    the address."""
     steps = (weight.data.strides[0], weight.row_stride)
     if any(step * ELEMENT_BYTES[weight.data.dtype] % TMA_BYTES for step in steps):
         return f"{name}: strides {steps} are not multiples of {TMA_BYTES} bytes"

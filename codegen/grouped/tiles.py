@@ -9,8 +9,9 @@ from tilewright.codegen.arithmetic import next_power_of_2
 # The number of columns that share a scale of e4m3 codes. A step of the GEMM has the same number of
 # columns.
 SCALED_K = 128
-# Facts that are equal on all targets: the number of 32-bit registers of a multiprocessor, the
-# largest number of registers of a thread, and the number of threads of a warp.
+# Three facts that are equal on all targets. REGISTERS: the number of 32-bit registers of a
+# multiprocessor. MAX_REGISTERS: the largest number of registers of a thread. WARP_SIZE: the number
+# of threads of a warp.
 REGISTERS, MAX_REGISTERS, WARP_SIZE = 65536, 255, 32
 
 
@@ -53,8 +54,8 @@ class GemmConfig:
         return (num_sms * self.programs_per_sm,)
 
     def search_steps(self, num_experts: int) -> int:
-        """Returns how many steps the binary search has by which a tile finds its expert. Returns 0
-        if the tile finds the expert without a search."""
+        """Returns the number of steps of the binary search for the expert of a tile. Returns 0 if a
+        tile finds its expert without such a search."""
         if not self.warp_specialize:
             return 0
         return next_power_of_2(max(num_experts, 2)).bit_length() - 1
@@ -74,7 +75,8 @@ class CodesConfig(GemmConfig):
             multiplied together, while block_k columns are loaded together.
         split: The number of warps that each multiply their own columns of a step; 1 if all warps
             multiply the same columns.
-        by_route: Whether every route is a block of rows. If so, nothing is sorted.
+        by_route: Whether every route (a pair of a token and an expert that it chose) is a block of
+            rows of its own. If so, nothing is sorted.
     """
 
     swapped: bool = True
@@ -98,7 +100,7 @@ class ScaledConfig(GemmConfig):
         parts: The number of parts of a tile's columns, 1 or 2. Gate and up are always separate
             parts.
         codes: Whether the first GEMM of a mixture quantises its result itself, with SCALED_K
-            columns in a tile. If not, a separate kernel does it after the GEMM.
+            columns in a tile. If not, a separate kernel quantises the result after the GEMM.
     """
 
     parts: int = 1

@@ -1,1 +1,1 @@
-"""LoRA shrink and expand: problems, specs, plans."""
+"""LoRA shrink and expand: the static facts of calls (problems), kernels and plans."""

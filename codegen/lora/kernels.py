@@ -1,4 +1,6 @@
-"""The LoRA kernels, their tile sizes and their launch grids."""
+"""The LoRA kernels, their tile sizes and their launch grids.
+
+A shrink returns up to three planes: a matrix [rows, rank] for each of q, k and v."""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class OrderConfig:
     num_stages: int = 1
 
 
-# Sorts rows before a kernel whose form of rows is "sorted".
+# Sorts rows by adapter for the kernel after it, whose `RowForm.addressing` is "sorted".
 ORDER = Kernel(
     "lora.order",
     "lora_order",
@@ -69,8 +71,9 @@ class TiledShrink:
         block_k: The number of columns of K in a step.
         split_k: The number of programs that K is split over.
         num_warps, num_stages: Triton's options.
-        widths: The number of columns of each accumulator. A tile has all of these columns. If this
-            is empty, there is one accumulator for the columns of all planes, at most MAX_COLUMNS.
+        widths: The number of columns of each accumulator. A tile has the columns of all
+            accumulators. If `widths` is empty, there is one accumulator for the columns of all
+            planes, at most MAX_COLUMNS.
     """
 
     block_m: int
@@ -88,8 +91,8 @@ class TiledShrink:
 
 @dataclass(frozen=True)
 class FewShrink:
-    """The tile sizes of `lora_shrink_few`: block_m rows by `columns`. K is split over slices of
-    warps."""
+    """The tile sizes of `lora_shrink_few`: block_m rows by `columns` columns. A step over K has
+    `slices` slices of block_k columns, and each warp computes one slice."""
 
     block_m: int
     columns: int
@@ -105,8 +108,8 @@ class FewShrink:
 
 @dataclass(frozen=True)
 class RowShrink:
-    """The tile sizes of `lora_shrink_row`: block_m rows by `columns`, with block_k products at a
-    time."""
+    """The tile sizes of `lora_shrink_row`: block_m rows by `columns` columns. A program computes
+    block_k products of each sum at a time."""
 
     block_m: int
     columns: int

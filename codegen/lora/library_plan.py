@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from tilewright.codegen.lora.problem import ShrinkProblem
 
 LIBRARY_DTYPES = ("bf16", "fp16")
-# If strides are multiples of this, rows of 16-bit elements begin at multiples of 16 bytes.
+# If strides are multiples of this number of elements, rows of 16-bit elements begin at multiples of
+# 16 bytes.
 ALIGNED = 8
 
 # Pairs (number of rows, the fastest way from this number of rows on). The way "kernels" means
-# tilewright's kernels. They are also the fastest for fewer rows than the first pair has.
+# tilewright's kernels, which are also the fastest for fewer rows than the first pair has.
 Steps = tuple[tuple[int, str], ...]
-# Maps the smallest K (outer key) and the largest number of columns of all planes (inner key) to
-# steps.
+# Maps the smallest K (outer key) and the largest number of columns of all planes together (inner
+# key) to `Steps`.
 Bounds = dict[int, dict[int, Steps]]
 
+# No shrink has this many columns.
 MOST_COLUMNS = 1 << 30
 #: The bounds for weights that are parts of one matrix.
 STACKED: Bounds = {
@@ -108,8 +110,8 @@ class LibraryShrink:
 def library_shrink(
     problem: ShrinkProblem, stacked: bool, one_group: bool, num_rows: int
 ) -> LibraryShrink | None:
-    """Returns how a library computes the shrink of `num_rows` rows. Returns None if the kernels
-    compute it.
+    """Returns how a library computes the shrink of `num_rows` rows. Returns None if tilewright's
+    kernels compute the shrink.
 
     stacked: whether the weights are rows, or columns, of one matrix. one_group: whether there is
     only one group of rows.
@@ -123,7 +125,7 @@ def library_shrink(
     if way == "kernels":
         return None
     if problem.form.addressing != "single":
-        way = "rows"  # its copy to planes can skip rows without a group
+        way = "rows"  # the copy to planes can skip rows that have no group
     return LibraryShrink(way, not stacked, least)
 
 

@@ -1,7 +1,7 @@
 """Plans of a LoRA shrink or expand: the kernel for given rows, columns and K.
 
-The bounds below are the numbers at which the two kernels took equal time on an H200
-(docs/lora-performance.md).
+Unless a comment says otherwise, each bound below is the number at which two kernels took equal time
+on an H200 (docs/lora-performance.md).
 """
 
 from __future__ import annotations
@@ -24,43 +24,49 @@ from tilewright.codegen.targets import Target
 # The largest number of unsorted rows for which each program finds its own rows. More rows are
 # sorted first.
 UNSORTED_ROWS = 512
-# The largest number of rows, and the largest number of multiply-adds (rows * columns * K), for
-# which a kernel without tensor cores is faster. If q, k and v together have more than WIDE_COLUMNS
-# columns, there may be twice as many multiply-adds.
+# The largest number of rows for which a kernel without tensor cores is faster.
 SINGLE_ROWS = 64
+# The largest number of multiply-adds (rows * columns * K) for which a kernel without tensor cores
+# is faster. If q, k and v together have more than WIDE_COLUMNS columns, the number may be twice as
+# large.
 ROW_PRODUCTS = 1536 * 4096
+# The largest number of columns of q, k and v together that does not count as wide.
 WIDE_COLUMNS = 96
 # If there would be more programs than this on each multiprocessor, a program computes two columns,
 # so that x is read half as often. On an H100, 64 rows of rank 8 take 4.4 us with two columns and
 # 5.0 us with one, and 16 rows of rank 64 take 8.0 us with two and 8.6 us with four.
 SINGLE_COLUMN_PROGRAMS = 4
-# For a single adapter: the largest rows * columns for which tiles of `lora_shrink_few` have 8
-# columns.
+# For a single adapter: the largest product rows * columns for which tiles of `lora_shrink_few` have
+# 8 columns.
 NARROW_PRODUCTS = 64 * 48
-# The largest number of rows for which a program sums over all of K. The keys are the largest
-# numbers of columns of q, k and v together.
+# Maps the largest number of columns of q, k and v together to the largest number of rows for which
+# each program sums over all of K.
 FEW_ROWS = {48: 2048, WIDE_COLUMNS: 1024}
-FEW_ROWS_WIDE = 256  # for more columns
-# Tiles of `lora_shrink_few` for several adapters, on chips that were measured. They follow from a
-# sweep on an H100 with 8 adapters of ranks 8 to 128 and 16 to 1024 rows, in which the chosen tiles
-# were at most 4 % slower than the fastest. Tiles of 8 rows have less padding and more programs, but
-# read the weights more often. Tiles that are in MOST_PROGRAMS are used only if each multiprocessor
-# gets at most this many programs. Longer steps leave shared memory for fewer programs.
+# The same number of rows if there are more columns than in FEW_ROWS.
+FEW_ROWS_WIDE = 256
+# From here to TALL: the tiles of `lora_shrink_few` for several adapters, on chips that were
+# measured. In a sweep on an H100 with 8 adapters of ranks 8 to 128 and 16 to 1024 rows, the chosen
+# tiles were at most 4 % slower than the fastest tiles. Tiles of 8 rows need less padding and have
+# more programs than larger tiles, but they read the weights more often.
 NARROW = FewShrink(8, 8, 256, 4, 4, 4)
 LONG = FewShrink(8, 16, 256, 4, 4, 3)
 SMALL = FewShrink(8, 8, 128, 4, 4, 3)
 WIDER = FewShrink(8, 16, 128, 4, 4, 3)
 SQUARE = FewShrink(16, 16, 128, 4, 4, 3)
 TALL = FewShrink(32, 16, 128, 4, 4, 3)
+# Maps tiles to a number of programs. These tiles are used only if each multiprocessor gets at most
+# this many programs. With longer steps, shared memory has room for fewer programs.
 MOST_PROGRAMS = {NARROW: 1, LONG: 1, SMALL: 4, SQUARE: 2}
-# For weights whose columns are contiguous: the largest rows * columns for which the kernel without
-# tensor cores is used.
+# For weights whose columns are contiguous: the largest product rows * columns for which the kernel
+# without tensor cores is used.
 ACROSS_PRODUCTS = 1024
-# The largest number of rows for which K is split and a tile has 64 columns. One plane of rank 64
-# has this many columns.
+# The largest number of rows for which K is split and a tile has 64 columns, as many as a plane of
+# rank 64 has.
 COLUMN_BLOCK_ROWS = 2048
-# K is split further as long as there are at most this many programs on each multiprocessor.
+# K is split into twice as many parts as long as each multiprocessor then has at most this many
+# programs.
 PROGRAMS_PER_SM = 2.2
+# The largest number of programs that share K.
 MAX_SPLIT = 4
 # If programs share K, each program sums over at least LEAST_PART columns, and over at least
 # LEAST_ROW_PART columns for each row of its tile. Programs that share K exchange their sums, and a
@@ -130,7 +136,7 @@ def _plan_few(problem: ShrinkProblem, num_rows: int, target: Target) -> FewShrin
         narrow = num_rows * columns <= NARROW_PRODUCTS
         return FewShrink(16, 8, 256, 4, 4, 3) if narrow else SQUARE
     adapters = min(problem.form.num_adapters, num_rows)
-    rows = cdiv(num_rows, adapters)  # of each adapter, on average
+    rows = cdiv(num_rows, adapters)  # the rows of one adapter, on average
 
     def fits(config: FewShrink) -> bool:
         """Whether the programs are few enough to run at the same time."""
@@ -142,7 +148,8 @@ def _plan_few(problem: ShrinkProblem, num_rows: int, target: Target) -> FewShrin
         return few
     if rows <= WIDER.block_m:
         return WIDER
-    # If not all programs run at the same time anyway, larger tiles read the weights less often.
+    # If the programs cannot all run at the same time, larger tiles are better, because they read
+    # the weights less often.
     tall = columns > WIDE_COLUMNS and rows > SQUARE.block_m and not fits(SQUARE)
     return TALL if tall else SQUARE
 

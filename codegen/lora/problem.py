@@ -19,8 +19,8 @@ class RowForm:
             id for each row, and every program reads all ids) or "sorted" (like "rows", but an
             earlier kernel sorts the rows).
         num_adapters: The number of adapters.
-        ids: The ids of adapters. If it is None, group g has adapter g.
-        offsets: The offsets of groups.
+        ids: The operand of the adapters' ids; None if group g has adapter g.
+        offsets: The operand of the groups' offsets; None if there are no groups.
         inclusive: Whether the offsets contain only the ends of groups.
         one_each: Whether there is an id for every row.
         groups: A power of two greater than the number of groups.
@@ -81,13 +81,13 @@ class ShrinkProblem:
     """The static part of a call of `shrink_qkv_permute_3mn`. It describes only the weights that the
     call gives.
 
-    Kernels get the address of the first weight and the distances of the other weights from it, so
-    only the alignment of the first weight matters.
+    Kernels get the address of the first weight and the distances of the other weights from the
+    first, so only the alignment of the first weight matters.
 
     Attributes:
-        hidden: The number of columns of a, K.
+        hidden: The number of columns of `a`, K.
         ranks: The rank of each weight.
-        a: The operand a, with strides (row,).
+        a: The operand `a`, with strides (row,).
         weights: The weights, with strides (adapter, row, column of K).
         form: How kernels get the adapter of each row.
     """

@@ -1,1 +1,1 @@
-"""Multi-head latent attention: problems, specs, plans."""
+"""Multi-head latent attention: the static facts of calls (problems), kernels and plans."""

@@ -14,12 +14,13 @@ from tilewright.codegen.mla.query_kernels import Q_STRIDES, TMA_BYTES
 
 # The most sequences for which a program itself sorts the sequences by length, comparing all pairs.
 MAX_SORTED = 64
-# Kernels multiply the softmax weights of fp8 values by 2 to this power. The largest weight, 1,
-# becomes 256, below fp8's maximum of 448, and 2 ** -17 becomes 2 ** -9, the smallest number above
-# zero.
+# If values are fp8, kernels multiply the softmax weights by 2 ** FP8_SHIFT before they round them
+# to fp8. The largest weight, 1, becomes 256, which is below fp8's maximum of 448. The weight
+# 2 ** -17 becomes 2 ** -9, the smallest number of fp8 above zero.
 FP8_SHIFT = 8.0
-# Rows of one program of `mla_merge`, and of `mla_join`.
+# The number of rows of one program of `mla_merge`.
 MERGE_ROWS = 16
+# The number of rows of one program of `mla_join`.
 JOIN_ROWS = 32
 _KEY_STRIDES = strides_of("k", sequence=-4, head=-2) | strides_of("rope", sequence=-3)
 
@@ -43,7 +44,7 @@ ATTENTION = Kernel(
     divisible=("v_stride",),
     unaligned=("lse",),
 )
-# Merges partial results.
+# Merges the results of several chunks of keys.
 MERGE = Kernel(
     "mla.merge",
     "mla_merge",
@@ -65,18 +66,21 @@ class AttentionProblem:
     """The static part of an MLA attention call.
 
     Attributes:
-        nope, rope, v_dim: columns of a head's unrotated part, of its rotated part, and of its
-            values.
-        dtype: dtype of queries, keys and values. out: dtype of the result.
-        has_lse: whether the call returns the log-sum-exp.
-        ragged: whether sequences have different lengths.
-        positioned: whether a tensor gives the positions of queries.
-        attn_mask: dtype of the mask tensor, u8 for booleans or a float for numbers that are added;
-            "" without one.
-        v_by_key: whether v is contiguous along its keys instead of along its dims.
-        sequences: number of sequences, rounded up to a power of two; 1 if not ragged.
-        tma: whether descriptors can load q, k and v. rope_tma: the same for the rope keys.
-        joint: whether each value follows its key in memory, and keys and values fill their tiles.
+        nope, rope, v_dim: The number of columns of a head's unrotated part, of its rotated part,
+            and of its values.
+        dtype: The dtype of queries, keys and values.
+        out: The dtype of the result.
+        has_lse: Whether the call returns the log-sum-exp.
+        ragged: Whether sequences have different lengths.
+        positioned: Whether a tensor gives the positions of queries.
+        attn_mask: The dtype of the mask tensor: "u8" for booleans, a float dtype for a mask that is
+            added, and "" if there is no mask tensor.
+        v_by_key: Whether v is contiguous along the keys. If not, v is contiguous along the columns
+            of a head.
+        sequences: The number of sequences, rounded up to a power of two; 1 if they are not ragged.
+        tma: Whether descriptors can load q, k and v.
+        rope_tma: Whether a descriptor can load the rope columns of keys.
+        joint: Whether each value follows its key in memory, and keys and values fill their tiles.
     """
 
     num_heads: int
@@ -103,7 +107,7 @@ class AttentionProblem:
 
     @property
     def blocks(self) -> tuple[int, int, int]:
-        """Tile widths of nope, rope and v: powers of two that tensor cores support."""
+        """The widths of the tiles of nope, rope and v: powers of two that tensor cores support."""
         least = 32 if self.is_fp8 else 16
         dims = (self.nope, self.rope, self.v_dim)
         nope, rope, v = (max(next_power_of_2(n), least) for n in dims)
@@ -111,7 +115,7 @@ class AttentionProblem:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of a key (without rope columns) and its value, of one head."""
+        """The number of bytes of a key (without its rope columns) and its value, for one head."""
         return (self.nope + self.v_dim) * ELEMENT_BYTES[self.dtype]
 
 

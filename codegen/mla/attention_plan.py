@@ -1,6 +1,7 @@
 """Plans of MLA attention, by the chip, the widths of operands and the sizes of a call.
 
-The bounds lie where two ways took equal time on an H200."""
+Each bound below is the number at which two ways took equal time on an H200.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +14,39 @@ from tilewright.codegen.attention.problem import AttentionSizes
 from tilewright.codegen.mla.attention_kernels import MAX_SORTED, AttentionProblem
 from tilewright.codegen.targets import Target
 
-# Tiles for kernels in which all warps load (none is specialised). The first that fits is taken.
+# Tiles for kernels in which all warps load data, so that no warp is specialised. The plan uses the
+# first entry that fits.
 BY_POINTERS = (
     PrefillConfig(128, 64, 8, 3),
     PrefillConfig(128, 32, 8, 2),
     PrefillConfig(64, 64, 4, 2),
     PrefillConfig(64, 32, 4, 1),
 )
-# Tiles with a mask tensor, whose own tiles take shared memory too. MASKED_WIDE is for wide heads
-# and few queries.
+# Tiles for calls with a mask tensor, whose own tiles take shared memory, too.
 MASKED = (BY_POINTERS[0], PrefillConfig(128, 64, 8, 2), *BY_POINTERS[1:])
+# Tiles for calls with a mask tensor, wide heads and few queries.
 MASKED_WIDE = PrefillConfig(64, 64, 8, 2)
-# Most keys of a sequence for which short tiles are better: two programs share a multiprocessor, and
-# one computes while the other starts.
+# The largest number of keys of a sequence for which short tiles are faster: two programs share a
+# multiprocessor, and one program computes while the other one starts.
 SHORT_KEYS = 1024
-# Fewest keys of a sequence for which specialised warps take less time. For ragged sequences, the
-# average number of keys counts, because the longest sequence determines the time.
+# The fewest keys of a sequence for which specialised warps take less time, if all sequences have
+# equally many keys.
 SPECIALISED_KEYS = 3072
+# For ragged sequences: the smallest average number of keys for which specialised warps take less
+# time. It is smaller than SPECIALISED_KEYS, because the longest sequence determines the time.
 SPECIALISED_AVERAGE = 768
-# Fewest tiles of 128 queries for which a library's attention is faster than ours.
+# The fewest tiles of 128 queries for which a library's attention is faster than tilewright's
+# kernel.
 LIBRARY_TILES = 1024
-# Fewest keys for which a library's attention is faster. With fewer keys, the copy before it takes
-# too large a part of the time.
+# The fewest keys for which a library's attention is faster. With fewer keys, the copy of the keys
+# that precedes the library's attention takes too large a part of the time.
 LIBRARY_KEYS = 1024
 
 
 def attention_config(
     problem: AttentionProblem, sizes: AttentionSizes, target: Target
 ) -> PrefillConfig:
-    """Returns the tiles of a call that runs our kernel."""
+    """Returns the tiles of a call that runs `mla_attention`."""
     reached = problem.tma and (problem.rope_tma or not problem.rope)
     if target.tmem_columns:
         return _in_tensor_memory(problem, sizes, reached)
@@ -97,8 +102,9 @@ def _short(
     programs = cdiv(sizes.num_queries, 64) * problem.num_heads
     programs *= 1 if problem.ragged else sizes.num_sequences
     # With 3 stages, a program has more keys in flight, but fewer programs fit a multiprocessor. On
-    # an H200, MiniCPM3's attention to 2048 keys takes 75 us for 2 x 128 queries (160 programs), and
-    # 90 us with 2 stages; for 2 x 256 queries, it takes 99 us, and 97 us with 2 stages.
+    # an H200, MiniCPM3's attention to 2048 keys takes 75 us with 3 stages and 90 us with 2 stages
+    # for 2 x 128 queries (160 programs). For 2 x 256 queries, it takes 99 us with 3 stages and 97
+    # us with 2 stages.
     long = PrefillConfig(64, 64, 4, 3, one_loop=problem.ragged)
     resident = target.max_shared_bytes // long.shared_bytes(*_row_bytes(problem), problem.attn_mask)
     start_together = programs <= max(resident, 1) * target.num_sms
@@ -112,7 +118,8 @@ def _in_tensor_memory(
     share an accumulator in tensor memory, so none of these tiles has `chained`."""
     wide, masked = max(problem.blocks) > 128, problem.attn_mask != ""
     if reached and not (masked or wide):
-        # A partial result includes its log-sum-exp. Two loops would leave no registers for it.
+        # A partial result includes its log-sum-exp. Two loops would leave no registers for the
+        # log-sum-exp.
         part = problem.has_lse
         return PrefillConfig(
             128, 64, 8, 2, tma=True, warp_specialize=True, one_loop=part, chained=False
@@ -137,7 +144,8 @@ def _row_bytes(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def rotates_queries(problem: AttentionProblem, config: PrefillConfig) -> bool:
-    """Whether the attention kernel rotates the queries that it loads. One program loads each query.
+    """Whether the attention kernel rotates the queries that it loads. No query is rotated twice,
+    because only one program loads each query.
 
     The kernel cannot rotate them if a descriptor loads them to shared memory, or if the rope
     columns do not fill their tile.
@@ -147,7 +155,7 @@ def rotates_queries(problem: AttentionProblem, config: PrefillConfig) -> bool:
 
 
 def library_gains(num_heads: int, sizes: AttentionSizes) -> bool:
-    """Whether a library's attention over joined keys is faster than our kernel.
+    """Whether a library's attention over joined keys is faster than `mla_attention`.
 
     Callers ask this only if the library computes the same result: for dense 16-bit operands and a
     mask that depends only on shapes.

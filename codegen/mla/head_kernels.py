@@ -1,4 +1,4 @@
-"""`head_products`: multiplies each head by its own weight."""
+"""The kernel `head_products`, which multiplies each head of x by the head's own weight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from tilewright.codegen.kernel import Kernel
 # The largest number of tokens for this kernel. For more tokens, a library's GEMM is faster, because
 # it uses the tensor cores better than a kernel that streams weights.
 MOST_TOKENS = 64
+# The number of columns of the result in a tile.
 BLOCK_WIDTH = 64
+# The largest number of columns of a step over K.
 BLOCK_K = 64
 
 HEAD_PRODUCTS = Kernel(

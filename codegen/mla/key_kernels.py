@@ -143,20 +143,21 @@ def row_programs(problem: LatentProblem, config: LatentConfig, rows: int) -> int
 
 @dataclass(frozen=True)
 class UpProblem:
-    """The static part of an up-projection: kv [K, H, N + V] = latents [K, L] @ weight^T.
+    """The static part of an up-projection of K keys: kv [K, H, N + V] = latents [K, L] @ weight^T.
 
     Attributes:
         num_heads: The number of heads, H.
-        nope, v_dim: The number of columns of a key and of a value of a head, N and V.
+        nope, v_dim: The number of columns of a head's key, N, and of a head's value, V.
         rank: The number of columns of a latent, L.
         latent, weight: The operands, which may be quantised, with strides (row,).
         k: The keys, with strides (row, head).
         joint: Whether the values of a head follow its keys in the same tensor. If not, the values
             are a separate tensor [H, V, K].
-        scale_block: How many (rows, columns) of the weight share a scale; None if it is not
-            quantised. The scales of latents cover the same number of columns.
-        k_scale, v_scale: The divisors of the results.
-        limited: Whether rows past a limit are skipped.
+        scale_block: How many (rows, columns) of the weight share a scale; None if the weight is not
+            quantised. A scale of the latents covers as many columns as a scale of the weight.
+        k_scale, v_scale: The numbers by which the keys, and the values, are divided.
+        limited: Whether a tensor gives the number of keys to compute in each run of keys. Programs
+            skip tiles that have only other keys.
     """
 
     num_heads: int
@@ -230,8 +231,8 @@ def up_grid(problem: UpProblem, config: UpConfig, rows: int, num_sms: int) -> tu
 
 
 def up_obstacle(problem: UpProblem) -> str | None:
-    """Returns why the kernel cannot compute a problem: TMA cannot load an operand, or no tile fits.
-    Returns None if it can."""
+    """Returns why the kernel cannot compute a problem, because TMA cannot load an operand or no
+    tile fits. Returns None if the kernel can compute the problem."""
     operands = {"latent": problem.latent, "kv_b_weight": problem.weight}
     if problem.joint:
         operands["the result"] = problem.k

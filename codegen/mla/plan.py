@@ -8,8 +8,8 @@ from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.mla.key_kernels import LatentConfig, LatentProblem, UpConfig, UpProblem
 from tilewright.codegen.targets import Target
 
-# The largest number of rows for which each program computes one row. A chip has room for more warps
-# than there are rows.
+# The largest number of rows for which each program computes one row. A chip has room for more than
+# this many warps.
 FEW_ROWS = 1024
 # The largest number of rows for which a program checks four new tokens, if cached keys and new
 # tokens share a launch.
@@ -45,7 +45,7 @@ def up_config(problem: UpProblem, rows: int, target: Target) -> UpConfig:
 
 
 def uses_library(problem: UpProblem, rows: int, target: Target) -> bool:
-    """Whether the library's GEMM computes the keys. This is so if weights are not quantised, keys
+    """Whether the library's GEMM computes the keys. It does so if weights are not quantised, keys
     and values are in one tensor, and all rows are needed."""
     return problem.joint and problem.scale_block is None and not problem.limited
 
@@ -93,27 +93,29 @@ class DecodeSizes:
     sequences: int = 0
 
 
-# The fewest keys for which absorbed attention is used. It needs two more launches, but it reads
-# fewer bytes and computes fewer products.
+# The fewest keys for which absorbed attention is used. Absorbed attention needs two more launches,
+# but it reads fewer bytes and computes fewer products.
 FEWEST_KEYS = 256
 # How many multiply-adds an H200 computes while its memory transfers one 16-bit number.
 NUMBER_MACS = 170
 # The cost of a multiply-add in absorbed attention, divided by the cost of a multiply-add in a GEMM.
-# It is higher because the tiles of absorbed attention are narrow.
+# The cost is higher because the tiles of absorbed attention are narrow.
 NARROW_MACS = 3
-# How many multiply-adds an H200 computes in the time that attention to expanded keys takes longer,
-# whatever the number of keys: 15 us, because it has more launches, and its GEMM has few tiles. With
-# 64 queries of DeepSeek-V2-Lite behind 1900 tokens, absorbed attention takes 50.0, 71.2 and 198 us
-# for 1, 2 and 8 sequences, and the other way takes 58.9, 75.4 and 168 us.
+# The fixed cost of attention to expanded keys, as a number of multiply-adds. Whatever the number of
+# keys, this attention takes 15 us longer than absorbed attention, because it has more launches and
+# its GEMM has few tiles. An H200 computes EXPANDING_MACS multiply-adds in this time. With 64
+# queries of DeepSeek-V2-Lite behind 1900 tokens, absorbed attention takes 50.0, 71.2 and 198 us for
+# 1, 2 and 8 sequences, and attention to expanded keys takes 58.9, 75.4 and 168 us.
 EXPANDING_MACS = 5.9e9
-# The fewest keys for each query for which these were measured.
+# The fixed cost counts only if there are at least this many keys for each query. It was not
+# measured for fewer keys.
 KEYS_PER_QUERY = 16
 
 
 def absorbs(sizes: DecodeSizes) -> bool:
     """Whether attention to the latents themselves is faster than attention to expanded keys.
 
-    The estimate compares the cost of each key. With expanded keys, the up-projection multiplies a
+    The estimate compares the costs per key. With expanded keys, the up-projection multiplies a
     latent by the columns of all heads, which takes H * L * (N + V) multiply-adds, and the columns
     are written and read again. For each query, attention then adds one multiply-add for each
     column, including the R rope columns. With absorbed weights, each tile of rows reads L + R

@@ -1,4 +1,4 @@
-"""The kernel `mla_query`, which rotates queries before attention or casts them to 8 bits. Also the
+"""The kernel `mla_query`, which rotates queries before attention or casts them to 8 bits, and the
 static facts about rotations."""
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class QueryProblem:
 
     @property
     def block_r(self) -> int:
-        """The number of rows of a program. They are at least 8 KiB of loads, and take few enough
-        registers for eight programs on a multiprocessor. For whole queries without a cast, 16 rows
-        take 2 to 5 % less time than 64 rows on an H200."""
+        """The number of rows of a program. A program loads at least 8 KiB, and takes so few
+        registers that eight programs fit a multiprocessor. For whole queries without a cast, 16
+        rows take 2 to 5 % less time than 64 rows on an H200."""
         return 16 if self.whole and not self.casts else 64
 
     @property

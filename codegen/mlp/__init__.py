@@ -1,1 +1,2 @@
-"""Linears of dense layers for few tokens: problems, specs, plans."""
+"""Linears of dense layers for few tokens: the static facts of calls (problems), kernels and
+plans."""

@@ -18,7 +18,8 @@ _STRIDES: dict[str, Stride | tuple[Stride, ...]] = {
     "UP_STRIDES": (("up_weight", 0), ("up_weight", 1)),
     "BIAS_STRIDES": (("bias", 0), ("up_bias", 0)),
 }
-# If the result is normalised, `streamed_linear` stores fp32 sums, and NORM_ROWS reads them.
+# Computes a linear and reads each weight once. If the result is normalised, this kernel stores fp32
+# sums, and NORM_ROWS reads them.
 LINEAR = Kernel(
     "mlp.linear",
     "streamed_linear",
@@ -29,6 +30,7 @@ LINEAR = Kernel(
 # Computes a linear without tensor cores. Each program computes a few rows of the weight for one
 # token.
 DOTTED = Kernel("mlp.dotted", "dotted_linear", _STRIDES, unaligned=("weight_factor", "up_factor"))
+# Normalises rows of fp32 sums that `streamed_linear` or `dotted_linear` stored.
 NORM_ROWS = Kernel(
     "mlp.finish",
     "norm_rows",
@@ -37,7 +39,7 @@ NORM_ROWS = Kernel(
 # Applies the activation to products that a library computed.
 ACTIVATE = Kernel("mlp.linear", "activate_products", types={"num_elements": "i64"})
 # Rounds rows to float8 codes. This kernel allows the next kernel to start early, so that the next
-# kernel can prefetch its weights while this one runs.
+# kernel can prefetch its weights while this kernel runs.
 ROUND = Kernel(
     "mlp.rounding",
     "round_rows",
@@ -145,12 +147,14 @@ def dot_grid(problem: LinearProblem, config: DotConfig, num_tokens: int) -> tupl
 
 
 def _shared_constants(problem: LinearProblem) -> dict[str, Constant]:
-    """Returns the constants that both kernels have. They say that x is not normalised."""
+    """Returns the constants that `streamed_linear` and `dotted_linear` have in common. According to
+    these constants, x is not normalised."""
     return {
         "N": problem.n,
         "K": problem.k,
         "ACTIVATION": problem.activation,
-        "SCALE": problem.scale if problem.post_norm is None else 1.0,  # `norm_rows` scales then
+        # If the result is normalised, `norm_rows` scales it.
+        "SCALE": problem.scale if problem.post_norm is None else 1.0,
         "NORM": False,
         "NORM_EPS": 0.0,
         "NORM_OFFSET": 0.0,
@@ -193,8 +197,8 @@ def order_of(problem: LinearProblem, config: LinearConfig | DotConfig) -> Column
     q = problem.quantization
     if q is None or isinstance(config, DotConfig) or not config.x_in_order:
         return None
-    # The kernel uses the same unit: the columns that it loads as words at a time, or the columns
-    # that share a scale if they are fewer.
+    # The kernel uses the same unit: the columns of the words that it loads at a time, or the
+    # columns that share a scale if these are fewer.
     unit = min(config.block_k, 128) if q.per_word == 8 else config.block_k
     if not q.scales_numbers and q.block[1] < problem.k:
         unit = min(unit, q.block[1])

@@ -15,9 +15,12 @@ from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 
 MIXED = Kernel("mlp.mixed_gemm", "mixed_linear", unaligned=("factor", "up_factor", "counters"))
-# The number of rows of a tile. Each of the two consumers computes one half of them.
+# The number of weight rows of a tile. Each of the two warp groups that multiply computes one half
+# of them.
 BLOCK_N = 128
+# The number of columns of a step.
 BLOCK_K = 64
+# The number of weight rows that one warp group computes.
 ROWS = BLOCK_N // 2
 # The number of columns whose scales are loaded together, if at least this many columns share a
 # scale.
@@ -26,16 +29,18 @@ UNIT = 128
 GROUP = 8
 # The fewest columns that may share a scale.
 LEAST_SCALED = 16
-#: The dtypes of zeros that are integers, and of scales that bfloat16 represents exactly.
+#: The dtypes of zeros that are integers.
 WHOLE = ("u8", "i8", "i32", "i64")
+#: The dtypes of scales that bfloat16 represents exactly.
 EXACT = ("bf16", "u8", "fp8e4nv")
+# Maps `WeightFormat.number` to the kernel's name for 4-bit codes.
 _CODES = {"": "nibbles", "e2m1": "e2m1"}
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The number of tokens up to which the kernel is faster than decoding the weight and calling
-    the library's GEMM. A record applies to one kind of codes.
+    """The largest number of tokens for which `mixed_linear` is faster than decoding the weight and
+    calling the library's GEMM, for one kind of codes.
 
     Attributes:
         bits: The number of bits of a code.
@@ -50,10 +55,10 @@ class Gain:
     tokens: int
 
 
-# Measured on an H100 with a weight of 4096 x 14336 and 1024 tokens. The time of `mixed_linear`,
-# divided by the time of the library's bfloat16 product, was 1.28 for NVFP4, 1.16 for MXFP4, 1.07
-# for float8 in blocks, and 1.00 to 1.03 for integers. Decoding the weight first takes as long as
-# the library's product of 590 tokens.
+# The gains for all kinds of codes that have one. On an H100, with a weight of 4096 x 14336 and 1024
+# tokens, the time of `mixed_linear` divided by the time of the library's bfloat16 product was 1.28
+# for NVFP4, 1.16 for MXFP4, 1.07 for float8 in blocks, and 1.00 to 1.03 for integers. Decoding the
+# weight first takes as long as the library's product of 590 tokens.
 GAINS = (
     Gain(4, is_float=True, columns=16, tokens=1024),
     Gain(4, is_float=True, columns=INT32_MAX, tokens=2048),
@@ -92,9 +97,10 @@ class MixedTiles:
         return 1e-6 * ((us + self.split_us) / (1 - MARGIN) if split else us)
 
 
+# The tiles from which a plan chooses.
 TILES = (MixedTiles(256, 4, 1.0, 10.6, 17.0), MixedTiles(128, 6, 4.2, 5.9, 12.0))
-# The plan splits K only if that saves at least this share of the modelled time: with many waves,
-# splits were slower than modelled.
+# A plan splits K only if the split saves at least this fraction of the modelled time, because
+# splits were slower than modelled with many waves of tiles.
 MARGIN = 0.04
 
 
@@ -147,7 +153,7 @@ def most_decoded(q: Quantization, k: int) -> int | None:
     """Returns the largest number of tokens for which the kernel is faster than decoding a weight of
     k columns and calling the library's GEMM; None if the kernel is always faster."""
     is_float, columns = bool(q.format.number) or q.weight_format == "fp8", q.block[1]
-    if columns >= k:  # the kernel scales the sums, and not each number of the weight
+    if columns >= k:  # the kernel scales the sums instead of each number of the weight
         return None
     of_kind = [one for one in GAINS if (one.bits, one.is_float) == (q.format.bits, is_float)]
     return next((one.tokens for one in of_kind if columns <= one.columns), None)
@@ -155,7 +161,7 @@ def most_decoded(q: Quantization, k: int) -> int | None:
 
 def _storage_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
     if not problem.k_major or q.packed_rows:
-        return "the rows of the weight are contiguous, not its columns"
+        return "the weight is contiguous along N, not along K"
     if q.has_table:
         return f"the codes stand for numbers of the table {q.format.number}"
     if problem.k % (ALIGNMENT * 8 // q.format.bits) or problem.n % 8:
@@ -216,8 +222,8 @@ def mixed_statics(
 
     Args:
         stored: The dtype of the codes before they are read as 32-bit words.
-        activation: The name of the activation that the kernel applies; if it computes both
-            products, the activation of the first one.
+        activation: The name of the activation that the kernel applies to its product, or to the
+            first product if it computes both.
     """
     constants = mixed_constants(problem, index, stored)
     return Statics(config, **constants, ACTIVATION=activation)
@@ -261,9 +267,9 @@ _STRIDES = (
 
 
 def nibble_order(q: Quantization) -> int:
-    """Returns which nibble of a 32-bit word holds each of its codes, one hexadecimal digit for each
-    code. The lowest digit belongs to the first code. Bytes in memory may have an order of nibbles,
-    too."""
+    """Returns a number with one hexadecimal digit for each code of a 32-bit word: the number of the
+    nibble that holds the code. The lowest digit belongs to the first code. If codes are stored in
+    bytes, the order of the nibbles in a byte is repeated."""
     order = q.order or (0, 1)
     per = len(order)
     places = (number // per * per + order[number % per] for number in range(8))

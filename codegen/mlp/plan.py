@@ -11,22 +11,25 @@ from tilewright.codegen.mlp.problem import LinearProblem, code_step
 from tilewright.codegen.row_norm import takes_columns
 from tilewright.codegen.targets import Target
 
-# The largest number of tokens for which a kernel that streams weights is used. With more tokens, a
-# library's GEMM uses the tensor cores better. Gate and up projection on an H200: 16 tokens take 66
-# us, and 68 us with Inductor's kernels; 64 tokens take 113 us, and 74 us with Inductor's kernels.
+# The largest number of tokens for which a kernel streams one weight. With more tokens, a library's
+# GEMM uses the tensor cores better.
 MOST_TOKENS = 64
+# The largest number of tokens for which one kernel streams two weights. Gate and up projection on
+# an H200 take 66 us for 16 tokens (68 us with Inductor's kernels), and 113 us for 64 tokens (74 us
+# with Inductor's kernels).
 MOST_GATED_TOKENS = 16
 # The largest number of tokens for which one kernel multiplies two weights that are not quantised,
 # if the graph calls the op. On an H100, gate and up of Llama-3-8B take 101 us for 32 tokens, and
 # 105 us with two products of the library. This was not compared with Inductor's kernels.
 MOST_STREAMED_PAIR = 32
-# The largest number of tokens for quantised weights. It is larger because the library needs a
-# decoded weight in every call: on an H100, the down projection in int4 takes 66 us for 128 tokens,
-# while the library takes 56 us to decode the weight and 50 us for the product. The same limit holds
-# for two quantised weights. (Above MOST_GATED_TOKENS, each of them has its own kernel if x cannot
-# be permuted first.) If x is quantised too, the library multiplies the codes, and the limit is
-# MOST_TOKENS: gate and up in float8 take 92 us for 128 tokens and 52 us for 64 tokens, while the
-# library's two products and the conversions of scales take 66 us for 128 tokens.
+# The largest number of tokens for which a kernel streams a quantised weight. This number is larger
+# than MOST_TOKENS, because the library needs a decoded weight in every call: on an H100, the down
+# projection in int4 takes 66 us for 128 tokens, while the library takes 56 us to decode the weight
+# and 50 us for the product. The same limit holds for two quantised weights. (For more than
+# MOST_GATED_TOKENS tokens, each of the two weights has its own kernel if x cannot be permuted
+# first.) If x is quantised too, the library multiplies the codes, and the limit is MOST_TOKENS:
+# gate and up in float8 take 92 us for 128 tokens and 52 us for 64 tokens, while the library's two
+# products and the conversions of scales take 66 us for 128 tokens.
 MOST_CODED_TOKENS = 128
 # The largest number of tokens for which the kernel of unquantised weights computes an RMS norm of x
 # itself. For 64 tokens on an H100, the first linear of OPT-6.7B's MLP takes 140 us with the norm,
@@ -54,6 +57,7 @@ MOST_CODED_IN_REGISTERS = 16
 RESERVED_BYTES = 8 * 1024
 # The fewest steps over K that a program performs. A step has up to 128 columns.
 LEAST_STEPS = 4
+# The largest number of parts that K is split into.
 MOST_PARTS = 16
 
 
@@ -79,74 +83,94 @@ class Tiling:
     parts: int = 1
 
 
+# The tiles that are used if no rule below applies.
 PLAIN = Tiling()
-# Tiles for weights that are not quantised, if there are two weights or more than MOST_PLAIN_TILE
-# tokens.
+# Tiles for weights that are not quantised and many tokens, and, on chips that were not measured,
+# for two weights and any number of tokens. A step reads 8 KiB of each weight.
 SHORT_STEPS = Tiling(block_k=64)
+# The largest number of tokens for which the tiles of a single unquantised weight are PLAIN.
 MOST_PLAIN_TILE = 32
 # Tiles for two weights that are not quantised and few tokens, and for one weight and more than
 # MOST_PAIRED_TOKENS tokens. A step reads 16 KiB of each weight, and one program has all of the
-# shared memory. Measured on an H100 for 1 and 16 tokens: gate and up of Llama-3-8B take 89.6 and
-# 91.6 us with LONG_STEPS, and 95.7 and 97.7 us with two programs that read 8 KiB of each weight in
-# a step (SHORT_STEPS). For 16 tokens, gate and up of Qwen3-4B take 45.0 us with WIDE_TILES, and
-# 48.0 us with SHORT_STEPS. The same tiles are the fastest for 4 and 32 tokens, and for Qwen3-8B and
-# Llama-3-70B. For 64 tokens, the down projection of Llama-3-8B takes 50.1 us with LONG_STEPS, and
-# 52.9 us with SHORT_STEPS.
+# shared memory. On an H100, gate and up of Llama-3-8B take 89.6 us for 1 token and 91.6 us for 16
+# tokens (with SHORT_STEPS and two programs on a multiprocessor: 95.7 and 97.7 us). For 64 tokens,
+# the down projection of Llama-3-8B takes 50.1 us (with SHORT_STEPS: 52.9 us).
 LONG_STEPS = Tiling(stages=5, programs=1)
+# Wider tiles for two weights that are not quantised and few tokens. For 16 tokens on an H100, gate
+# and up of Qwen3-4B take 45.0 us with WIDE_TILES, and 48.0 us with SHORT_STEPS. WIDE_TILES or
+# LONG_STEPS are the fastest for 4 and 32 tokens, too, and for Qwen3-8B and Llama-3-70B.
 WIDE_TILES = Tiling(block_n=128, block_k=64, stages=5, programs=1)
-# LONG_STEPS with K in two parts, so that the last programs, which are few, end sooner. Parts are
-# added in a fixed order, which takes PARTS_TIME of the time. Gate and up of Qwen3-14B take 102.1 us
-# for one token on an H200, and 107.9 us with LONG_STEPS.
+# LONG_STEPS with K in two parts, so that the last programs, which are few, end sooner. For one
+# token on an H200, gate and up of Qwen3-14B take 102.1 us with HALVES, and 107.9 us with
+# LONG_STEPS.
 HALVES = Tiling(stages=5, programs=1, parts=2)
+# The time that each further part of K adds, as a fraction of the time with one part. Parts take
+# more time because their sums are added in a fixed order.
 PARTS_TIME = 0.02
-# The highest rate at which one program reads, if it is alone on a multiprocessor, as measured on an
+# The highest rate at which one program reads if it is alone on a multiprocessor, as measured on an
 # H100.
 PROGRAM_BYTES_PER_S = 85e9
-# For one weight: the largest number of tokens for which two programs share a multiprocessor; and
-# the least share of the multiprocessors that LONG_STEPS has to occupy for more tokens. The down
+# For one weight: the largest number of tokens for which two programs share a multiprocessor. For 32
+# tokens on an H200, the down projection of Gemma2-9B takes 32.6 us with LONG_STEPS (112 programs),
+# and 34.4 us with two programs on a multiprocessor.
+MOST_PAIRED_TOKENS = 16
+# For one weight and more than MOST_PAIRED_TOKENS tokens: the smallest fraction of the
+# multiprocessors that LONG_STEPS has to occupy.
+LEAST_OCCUPIED = 0.8
+# Tiles for one weight and many tokens, if LONG_STEPS would occupy too few multiprocessors. The down
 # projections of Qwen3-14B and 32B have 80 tiles of 64 rows. For 64 tokens on an H200, they take
 # 61.8 and 85.4 us with LONG_STEPS (80 programs), and 56.5 and 76.4 us with WIDE_WARPS (120
-# programs). For 32 tokens, the one of Gemma2-9B (112 programs) takes 32.6 us with LONG_STEPS, and
-# 34.4 us with two programs.
-MOST_PAIRED_TOKENS = 16
-LEAST_OCCUPIED = 0.8
+# programs).
 WIDE_WARPS = Tiling(block_n=128, block_k=64, num_warps=8, stages=5, programs=1)
-# Tiles for 4-bit codes. They read 128 bytes of a row in each step. Measured on an H100 for 1 and 16
-# tokens: the down projection of Llama-3-8B takes 17.2 us (29.1 us with tiles of 64 rows and 128
-# columns and eight stages), and gate and up take 35.0 us (38.8 us).
+# Tiles for one weight of 4-bit codes, which read 128 bytes of a row in each step. For 1 and for 16
+# tokens on an H100, the down projection of Llama-3-8B in int4 takes 17.2 us. With tiles of 64 rows
+# and 128 columns and with eight stages, it takes 29.1 us.
 NIBBLES = Tiling(block_n=128, block_k=256, num_warps=8, stages=3)
+# The same for two weights. Gate and up of Llama-3-8B take 35.0 us, and 38.8 us with tiles of 64
+# rows and 128 columns.
 GATED_NIBBLES = Tiling(block_n=128, block_k=256, num_warps=8, stages=2)
-# Tiles for E2M1 codes that are multiplied by their scales in registers. A product takes 22.4 us
-# with these tiles, and 32.3 us with NIBBLES. Chips with tensor memory use SUMS_IN_TENSOR_MEMORY, so
-# that the sums need not be read and written between the two products of a step.
+# Tiles for E2M1 codes that are multiplied by their scales in registers. The down projection takes
+# 22.4 us with these tiles, and 32.3 us with NIBBLES.
 SCALED_NUMBERS = Tiling(block_k=256, stages=3)
+# The same for chips with tensor memory. With these tiles, the sums need not be read from tensor
+# memory and written back between the two products of a step.
 SUMS_IN_TENSOR_MEMORY = Tiling(block_n=128, num_warps=8, stages=6)
-# Tiles for 4-bit codes that are floats or indices into a table. These codes take longer to decode.
-# A product with nf4 takes 26.6 us with these tiles, and 33.0 us with NIBBLES.
+# Tiles for one weight of 4-bit codes that are floats or indices into a table. These codes take
+# longer to decode. The down projection in nf4 takes 26.6 us with these tiles, and 33.0 us with
+# NIBBLES.
 NUMBERS = Tiling(stages=3, programs=3)
+# The same for two weights.
 GATED_NUMBERS = Tiling(stages=3)
-# Tiles for words that hold the codes of several rows. A product takes 27.3 us with these tiles, and
-# 30.7 us with NIBBLES.
+# Tiles for words that hold the codes of several rows. The down projection takes 27.3 us with these
+# tiles, and 30.7 us with NIBBLES.
 NIBBLES_OF_ROWS = Tiling(stages=3, programs=4)
-# Tiles for quantised weights if an earlier kernel permutes x. Times on an H100, in us, include the
-# earlier kernel. Down projection of Llama-3-8B, for 32, 64 and 128 tokens: int4 21.8, 30.8 and 46.4
-# (23.4, 33.4 and 57.9 if each program permutes x itself); float8 29.2, 34.2 and 45.6; NVFP4 24.9,
-# 32.5 and 47.4; nf4 30.3, 37.1 and 57.3. Gate and up, for 16, 32, 64 and 128 tokens: int4 33.4,
-# 32.1, 42.7 and 79.2 (72 for 64 tokens with a separate kernel for each weight); float8 48.0, 49.2,
-# 51.7 and 92.4; NVFP4 41.4, 44.1, 51.4 and 95.1; MXFP4 60.5, 68.6, 85.0 and 159; nf4 52.5, 60.8,
-# 66.3 and 126.
+# From here to GATED_ORDERED_NIBBLES: tiles for quantised weights if an earlier kernel permutes x.
+# The following times on an H100, in us, include the earlier kernel. Down projection of Llama-3-8B,
+# for 32, 64 and 128 tokens: int4 21.8, 30.8 and 46.4 (23.4, 33.4 and 57.9 if each program permutes
+# x itself); float8 29.2, 34.2 and 45.6; NVFP4 24.9, 32.5 and 47.4; nf4 30.3, 37.1 and 57.3. Gate
+# and up, for 16, 32, 64 and 128 tokens: int4 33.4, 32.1, 42.7 and 79.2 (72 for 64 tokens with a
+# separate kernel for each weight); float8 48.0, 49.2, 51.7 and 92.4; NVFP4 41.4, 44.1, 51.4 and
+# 95.1; MXFP4 60.5, 68.6, 85.0 and 159; nf4 52.5, 60.8, 66.3 and 126.
+#
+# Tiles of up to 32 tokens for one weight.
 ORDERED = Tiling(block_k=256, stages=4)
+# Tiles of more tokens for one weight of 4-bit codes.
 ORDERED_FOR_MORE = Tiling(stages=4)
+# Tiles of more tokens for one weight of 8-bit codes.
 ORDERED_BYTES_FOR_MORE = Tiling(block_n=128, num_warps=8, stages=4, programs=1)
+# Tiles of more than MOST_TOKENS tokens for one weight.
 ORDERED_FOR_MOST = Tiling(block_n=128, num_warps=8, stages=4, programs=1)
+# Tiles for one weight of 4-bit integers, in a call of more than MOST_TOKENS tokens.
 ORDERED_NIBBLES_FOR_MOST = Tiling(block_k=256, stages=3, programs=1)
+# Tiles for two weights.
 GATED_ORDERED = Tiling(stages=3)
+# Tiles of up to 32 tokens for two weights of 4-bit integers.
 GATED_ORDERED_NIBBLES = Tiling(block_k=256, stages=3)
 # The largest number of tokens for which each program of a kernel for one weight permutes x itself.
 MOST_TOKENS_IN_MEMORY_ORDER = 16
-# The number of columns of a row that are prefetched. If there is one weight, its programs end soon,
-# and prefetching together with an early start of the next kernel saves up to a tenth of the time
-# (H200, 4096 x 4096: 10.4 us instead of 11.3 us).
+# The number of columns of a row that are prefetched. If there is only one weight, the programs of a
+# kernel end soon. Prefetching, together with an early start of the next kernel, then saves up to a
+# tenth of the time (for a weight of 4096 x 4096 on an H200: 10.4 us instead of 11.3 us).
 PREFETCHED = 256
 
 
@@ -169,14 +193,21 @@ class DotTiling:
     num_warps: int = 4
 
 
-# Tiles of dot products. Times measured on an H100, in us, for one token and the projections of
-# Llama-3-8B (down, gate and up, out). In parentheses are the times of the kernels that use tensor
-# cores. int4 13.8, 24.8 and 5.6 (16.7, 34.7, 7.9); float8 21.8, 44.5 and 8.4 (24.4, 47.6, 9.0);
-# NVFP4 17.5, 40.5 and 7.0 (29.0, 62.5, 10.8); nf4 19.8, 47.6 and 6.9 (26.6, 56.0, 10.2).
+# From here to GATED_DOTS_OF_TABLES: tiles of dot products. The projections of Llama-3-8B (down,
+# gate and up, out) took these times on an H100, in us, for one token. In parentheses are the times
+# of the kernels that use tensor cores. int4 13.8, 24.8 and 5.6 (16.7, 34.7, 7.9); float8 21.8, 44.5
+# and 8.4 (24.4, 47.6, 9.0); NVFP4 17.5, 40.5 and 7.0 (29.0, 62.5, 10.8); nf4 19.8, 47.6 and 6.9
+# (26.6, 56.0, 10.2).
+#
+# Tiles for one weight of 8-bit codes or of E2M1 codes.
 DOTS = DotTiling(8, 256)
+# Tiles for one weight of other 4-bit codes.
 DOTS_OF_NIBBLES = DotTiling(16, 256)
+# Tiles for two weights of 4-bit codes without a table.
 GATED_DOTS = DotTiling(8, 512)
+# Tiles for two weights of 8-bit codes.
 GATED_DOTS_OF_BYTES = DotTiling(8, 256)
+# Tiles for two weights of codes with a table.
 GATED_DOTS_OF_TABLES = DotTiling(4, 256)
 
 
@@ -196,7 +227,7 @@ def dot_obstacle(
     if problem.norm is not None and problem.norm.kind != "rms":
         return f"{problem.norm.kind} norm"
     if not problem.k_major:
-        return "the rows of the weight are contiguous, not its columns"
+        return "the weight is contiguous along N, not along K"
     if q.per_int32 == 4 and not bytes_fill_words:
         return "the codes do not form whole 32-bit words"
     return q.dot_obstacle(problem.k)
@@ -256,8 +287,8 @@ def orders_x(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
 
 
 def takes_norm(kind: str, num_tokens: int, columns: int, coded: bool) -> bool:
-    """Whether the kernel itself normalises x. kind: the kind of norm, as in `RowNorm`. coded: the
-    weights are quantised."""
+    """Whether the kernel itself normalises x. kind: the kind of norm, as in `RowNorm`. coded:
+    whether the weights are quantised."""
     most = MOST_LAYER_NORMED_TOKENS
     if kind == "rms":
         most = MOST_CODED_TOKENS if coded else MOST_NORMED_TOKENS
@@ -305,7 +336,8 @@ def linear_config(
 
 
 def _parts(tiling: Tiling, tiles: int, worth: int, target: Target) -> int:
-    """Returns the number of parts of K: as many as there are programs for, and at most `worth`."""
+    """Returns the number of parts of K: as many as the multiprocessors have room for, and at most
+    `worth`."""
     parts = max(tiling.programs * target.num_sms // tiles, tiling.parts)
     return max(min(parts, worth, MOST_PARTS), 1)
 
@@ -363,7 +395,8 @@ def _single_tiling(rows: int, num_tokens: int, target: Target) -> Tiling:
 
 def _reading_time(rows: int, tiling: Tiling, target: Target) -> float:
     """Returns the time in which programs read all rows, one program on a multiprocessor at a time.
-    It is given as the number of rows that are read at the full rate of memory."""
+    The unit of the result is the time in which the whole chip reads one row at the full memory
+    rate."""
     reading = cdiv(int(target.hbm_bytes_per_s), int(PROGRAM_BYTES_PER_S))
     waves, last = divmod(tiling.parts * cdiv(rows, tiling.block_n), target.num_sms)
     programs = waves * target.num_sms + (max(last, reading) if last else 0)
@@ -421,17 +454,17 @@ def made_bytes(problem: LinearProblem, block_n: int, block_t: int, block_k: int)
 
 
 # The largest number of columns of a row that `round_rows` can round. Each thread of 32 warps then
-# holds 32 numbers. With 64 numbers for each thread, a gate and its up projection spill registers on
-# sm100.
+# holds 32 numbers. With 64 numbers in each thread, the kernel for a gate and its up projection
+# spills registers on sm100.
 MOST_ROUNDED_COLUMNS = 32768
 # The largest number of rows for which `round_rows` is expected to be faster than the kernels that
 # Inductor would make of the graph. `round_rows` is one kernel, and it lets the next kernel start
 # early.
 MOST_ROUNDED_TOKENS = 128
-# The fewest columns that a program rounds, and the largest number of programs that share a row if
-# each of them has to read the whole row. These numbers follow from an audit of registers; other
-# numbers were not measured.
+# The fewest columns that a program rounds. LEAST_ROUNDED_WIDTH and MOST_READERS_OF_ROW follow from
+# an audit of registers. Other numbers were not measured.
 LEAST_ROUNDED_WIDTH = 512
+# The largest number of programs that share a row if each of them has to read the whole row.
 MOST_READERS_OF_ROW = 8
 # The number of elements that each thread holds, unless that would require more than 16 warps.
 NUMBERS_OF_THREAD = 16

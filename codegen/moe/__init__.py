@@ -1,1 +1,1 @@
-"""Mixtures of experts: problems, specs, plans."""
+"""Mixtures of experts: the static facts of calls (problems), kernels and plans."""

@@ -50,28 +50,32 @@ DOWN_DOTTED = Kernel(
 # NVFP4 16, 27, 48 and 90 (19, 34, 51, 81). Experts of gpt-oss-20b: MXFP4 34, 63, 115 and 222 (81,
 # 110, 172, 272).
 MOST_TOKENS = {"dense": 4, "fp8": 4, "int4": 8, "nvfp4": 4, "mxfp4": 8}
-# How often the kernels may read a weight, averaged over the weights that they read. A program
-# computes one token, so it reads a weight again that another token has read. The average assumes
+# MOST_READS: how often the kernels may read an expert's weight, on average over the experts that
+# they read. MOST_READS_OF has the limits of formats that have a limit of their own. A program
+# computes one token, so two tokens with the same expert read its weight twice. The average assumes
 # that tokens choose experts at random. A step of Mixtral with four tokens, each with two of eight
-# experts (1.46 reads), took as long as a step of 64 tokens that reads each weight once. With MXFP4,
-# 1.53 reads were still faster than the kernels that use tensor cores.
+# experts (1.46 reads), took as long with these kernels as a step of 64 tokens that reads each
+# weight once. With MXFP4, 1.53 reads were still faster than the kernels that use tensor cores.
 MOST_READS, MOST_READS_OF = 1.3, {"mxfp4": 1.6}
-# How many bytes of a row a thread loads at once, and how many bytes a line of memory has.
+# LOAD_BYTES: how many bytes of a row a thread loads at once. LINE_BYTES: how many bytes a line of
+# memory has.
 LOAD_BYTES, LINE_BYTES = 16, 128
-# The possible numbers of bytes of a row in a step. STEP_COST: the fixed cost of a step, as a
-# fraction of the time of a row.
+# The possible numbers of bytes of a row in a step.
 STEP_BYTES = (2048, 1024, 512, 256, 128)
+# The fixed cost of a step, as a fraction of the time of a row.
 STEP_COST = 0.08
-# The largest number of columns of x that a program holds, over all slots. The second limit applies
-# to codes that are multiplied as floats, except in short steps.
+# MOST_COLUMNS: the largest number of columns of x that a program holds, over all slots (the experts
+# that a token chose). MOST_FLOAT_COLUMNS: the same limit for codes that are multiplied as floats,
+# except in short steps.
 MOST_COLUMNS, MOST_FLOAT_COLUMNS = 2048, 1024
-# How many rows of gate and of up a tile has, and how many warps. These are the fastest that were
-# measured. UP_TILE is for all other formats.
+# The tiles of gate and up, as (rows of each weight, warps), for formats that are not in UP_TILES.
 UP_TILE = (8, 4)
+# Maps a format to its tiles of gate and up, the fastest that were measured.
 UP_TILES = {"fp8": (4, 4), "int4": (8, 2)}
-# How many rows of down a tile has, and whether its programs prefetch weights. DOWN_TILE is for all
-# other formats.
+# The tiles of down, as (rows, whether programs prefetch weights), for formats that are not in
+# DOWN_TILES.
 DOWN_TILE = (8, True)
+# Maps a format to its tiles of down, the fastest that were measured.
 DOWN_TILES = {"int4": (4, False), "nvfp4": (4, False)}
 # The largest number of columns of a step over float8 codes for which a program has eight warps.
 SHORT_STEP = 256
@@ -87,7 +91,7 @@ class DotTiles:
         block_n: The number of rows of a weight in a tile.
         block_k: The number of columns of a step.
         num_warps: The number of warps of a program.
-        block_s: The number of slots of a step.
+        block_s: The number of slots, the experts that a token chose, in a step.
         early: Whether the first kernel allows the second kernel to start early. The second kernel
             then prefetches its weights before it waits for the first kernel.
     """
@@ -129,8 +133,8 @@ def word_bytes(weight: WeightOperands) -> int:
 
 
 def run_of(weight: WeightOperands) -> int:
-    """Returns how many words share a sum. They take 16 bytes, or fewer bytes if a scale covers
-    fewer."""
+    """Returns the number of words whose products are added to one sum before the sum is scaled.
+    These words take 16 bytes, or fewer bytes if a scale covers fewer."""
     whole = LOAD_BYTES // word_bytes(weight)
     if weight.scale is None:
         return whole
@@ -138,14 +142,14 @@ def run_of(weight: WeightOperands) -> int:
 
 
 def dots_obstacle(problem: MoeProblem, num_tokens: int) -> str | None:
-    """Returns why the kernels are not used for a call; None if they can compute it and are
-    faster."""
+    """Returns why the kernels are not used for a call; None if the kernels can compute the call and
+    are faster."""
     most = MOST_TOKENS.get(problem.format, 0)
     if num_tokens > most:
         return f"more than {most} tokens"
     reads = _reads(problem, num_tokens)
     if reads > MOST_READS_OF.get(problem.format, MOST_READS):
-        return f"{num_tokens} tokens read an expert {reads:.1f} times"
+        return f"{num_tokens} tokens would read an expert {reads:.1f} times on average"
     weights = {"gate": problem.gate, "up": problem.up, "down": problem.down}
     for name, weight in weights.items():
         rows, columns = problem.inner, problem.hidden
@@ -168,14 +172,14 @@ def _weight_obstacle(weight: WeightOperands, rows: int, columns: int) -> str | N
     per, run = codes_a_word(weight), run_of(weight)
     expert, row, _ = weight.data.strides
     if weight.n_major:
-        return "the rows of the weight are contiguous, not its columns"
+        return "the weight is contiguous along N, not along K"
     if rows * row > INT32_MAX:
         return "the rows of an expert are too many for 32-bit offsets"
     if columns % per or (per > 1 and (expert % WORD_BYTES or row % WORD_BYTES)):
         return "rows do not fill whole words"
     width = weight.scale_block[1]
     if weight.scale is not None and width < columns and width % (per * run):
-        return f"scales of {width} columns"
+        return f"the number of columns that share a scale is {width}"
     if run & (run - 1):
         return f"runs of {run} words"
     return None
@@ -209,8 +213,8 @@ def down_tiles(problem: MoeProblem) -> DotTiles:
 
 
 def step_of(weight: WeightOperands, columns: int) -> int:
-    """Returns the number of columns of a step. It is a compromise between few steps and few columns
-    past the end of the rows."""
+    """Returns the number of columns of a step. The result is a compromise between few steps and few
+    columns past the end of the rows."""
     per, size = codes_a_word(weight), word_bytes(weight)
     steps = [per * taken // size for taken in STEP_BYTES]
     return min(steps, key=lambda step: cdiv(columns, step) * (step / columns + STEP_COST))

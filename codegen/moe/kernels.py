@@ -1,4 +1,6 @@
-"""The kernels of a mixture of experts: the sort of its routes, its two GEMMs, and the sum."""
+"""The kernels of a mixture of experts: the sort of its routes, its two GEMMs, and the sum.
+
+A route is a pair of a token and an expert that the token chose."""
 
 from __future__ import annotations
 
@@ -33,6 +35,7 @@ UP = {
     CodesConfig: _up_kernel("grouped.codes", "moe_up_codes"),
     ScaledConfig: _up_kernel("grouped.scaled", "moe_up_scaled"),
 }
+# Adds the rows of the experts of each token.
 COMBINE = Kernel("moe.combine", "moe_combine", {"WEIGHT_STRIDES": all_strides("weights", 2)})
 
 # The largest number of routes for which every program of the sort counts all routes itself.

@@ -35,11 +35,12 @@ from tilewright.codegen.targets import Target
 # With at most this many rows per expert, weights are on the tensor core's M side.
 SWAPPED_ROWS = 16
 # For chips with tensor memory: the largest number of rows per expert for which operands are
-# swapped, and the smallest number of rows for tiles of 128 rows.
+# swapped.
 STREAMED_BY_TENSOR_MEMORY = 48
+# For chips with tensor memory: the smallest number of rows per expert for tiles of 128 rows.
 WIDE_BY_TENSOR_MEMORY = 192
-# With at least this many rows per expert, weights are dequantised before the GEMMs. At these
-# numbers, both ways took equal time on an H200.
+# Maps a format to the number of rows per expert from which weights are dequantised before the
+# GEMMs. At these numbers, both ways took equal time on an H200.
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 256, "mxfp4": 256}
 # The smallest number of rows per expert for tiles of 128 rows.
 WIDE_ROWS = 96
@@ -80,8 +81,8 @@ class MoePlan:
 
     @property
     def by_route(self) -> bool:
-        """Whether both GEMMs use every route as a row block of its own. Nothing is sorted in this
-        case."""
+        """Whether both GEMMs use every route (a pair of a token and an expert that it chose) as a
+        row block of its own. Nothing is sorted in this case."""
         return all(isinstance(c, CodesConfig) and c.by_route for c in (self.up, self.down))
 
 
@@ -113,8 +114,9 @@ def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, G
 
     For few rows, two or three programs on an SM have enough bytes in flight, and each hides the
     epilogues of the others. For many rows, tiles are as large as possible. If weights are
-    quantised, tiles are smaller, so that there are registers left to unpack the codes. They are
-    smaller still if x and its weights need more columns (`add_decoded`).
+    quantised, tiles are smaller, so that there are registers left to unpack the codes. Tiles are
+    smaller still if x is fp16 and the weights need the range of bf16, because each number of x then
+    takes two columns (`add_decoded`).
     """
     dense = problem.format == "dense"
     if rows <= SWAPPED_ROWS:
@@ -139,8 +141,8 @@ def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, G
 
 
 def _by_words(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
-    """Returns the tiles of GEMMs that read 4-bit codes as words. Here, unpacking the codes takes
-    longer than reading them."""
+    """Returns the tiles of GEMMs that read 4-bit codes as words. In these GEMMs, unpacking the
+    codes takes longer than reading them."""
     block_m = token_tile(rows)
     if rows <= SPLIT_ROWS and problem.format != "mxfp4":
         up, down = _split_codes(problem, routes)
@@ -176,13 +178,13 @@ def _split_codes(problem: MoeProblem, routes: int) -> tuple[CodesConfig, CodesCo
 def _codes_of_few(problem: MoeProblem, routes: int) -> tuple[GemmConfig, GemmConfig]:
     """Returns the tiles of quantised weights for few rows. With `ordered`, the first GEMM stores
     the columns of hidden rows in the order in which the second GEMM needs them. For longer tiles,
-    this takes more time than permuting the columns later."""
+    this order takes more time than permuting the columns later."""
     ordered = problem.inner % STREAMED_K == 0
     few = CodesConfig(16, 32, 256, 4, 4, 2, part_k=256)
     few_down = CodesConfig(16, 64, 256, 4, 4, 2, part_k=256, ordered=True)
     if ordered and _few_tiles(problem, routes) and _fit(problem, few, few_down):
         return few, few_down
-        # The rows of these weights may begin anywhere in a sector of memory.
+    # If `ordered` is False, the rows of the weights may begin anywhere in a sector of memory.
     up = CodesConfig(16, 64, STREAMED_K, 4, 4, 3, swapped=False)
     down = CodesConfig(16, 64, 256, 4, 3, 3, swapped=False, part_k=256)
     if not ordered and problem.format != "int4" and _fit(problem, up, down):
@@ -196,7 +198,7 @@ def _codes_of_few(problem: MoeProblem, routes: int) -> tuple[GemmConfig, GemmCon
 def _fit(problem: MoeProblem, up: CodesConfig, down: CodesConfig) -> bool:
     """Whether GEMMs with these tiles can read the codes as they are stored."""
     if problem.format == "int4" and up.part_k != STREAMED_K:
-        return False  # a part of int4 is a group of scales, whatever the tiles
+        return False  # a part of int4 has the columns of one scale, whatever the tiles are
     gate_up = [problem.gate, problem.up] if problem.up else [problem.gate]
     weights = [replace(problem.gate_up, scale=weight.scale) for weight in gate_up]
     gemms = [(up_problem(problem, weight), up) for weight in weights]
@@ -225,12 +227,12 @@ def _by_codes(problem: MoeProblem, rows: int, target: Target) -> tuple[GemmConfi
 
 
 def _in_tensor_memory(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
-    """Returns the largest tiles for which every release of the compiler makes code that does not
-    spill registers and fits tensor memory.
+    """Returns the largest tiles for which all supported releases of Triton make code that does not
+    spill registers and that fits tensor memory.
 
-    Warps are not specialised in two cases: if one operand is loaded by pointers and another by TMA,
-    as in the up kernel (Triton issue 8311: the results are wrong), and if codes are unpacked
-    (registers are spilled).
+    Warps are not specialised in two cases. If one operand is loaded by pointers and another by TMA,
+    as in the up kernel, the results would be wrong (Triton issue 8311). If codes are unpacked,
+    registers would be spilled.
     """
     if rows <= STREAMED_BY_TENSOR_MEMORY:
         # A tile covers all rows of an expert, within the limits of a tile of tokens.

@@ -25,14 +25,16 @@ class MoeProblem:
 
     Attributes:
         num_experts: The number of experts, E.
-        num_slots: The number of experts that each token chooses.
-        hidden, inner: The widths of x and of the hidden rows.
+        num_slots: The number of experts that each token chooses. A pair of a token and an expert
+            that it chose is a route.
+        hidden, inner: The width of x, and the width of the hidden rows, which the first GEMM
+            computes.
         dtype: The dtype of x, of the hidden rows and of the result.
         gate, up: The weights [E, inner, hidden]. up is None if the activation is not gated.
         down: The weight [E, hidden, inner].
         interleaved: Whether rows of gate and rows of up alternate in one tensor.
-        distance: If they do not alternate, the number of stored elements from gate to up. It is
-            None if it is known only at the launch, because gate and up are two tensors.
+        distance: If gate and up do not alternate, the number of stored elements from gate to up;
+            None if this number is known only at the launch, because gate and up are two tensors.
         up_first: Whether up is before gate in memory.
         activation, alpha, limit: The activation and its parameters.
         coded_rows: Whether x and the hidden rows are quantised to e4m3 before they are multiplied.
@@ -61,9 +63,9 @@ class MoeProblem:
 
     @property
     def gate_up(self) -> WeightOperands:
-        """The weight of gate. If the rows of gate and up alternate, its row stride is the stride
-        between a row of gate and a row of up, because the first GEMM steps over the rows of
-        both."""
+        """The weight of gate. If the rows of gate and up alternate, the row stride of the result is
+        the stride from a row of gate to the next row of up, because the first GEMM steps over the
+        rows of both."""
         expert, row, column = self.gate.data.strides
         if not self.interleaved or self.gate.n_major:
             return self.gate
@@ -81,8 +83,8 @@ def up_problem(problem: MoeProblem, weight: WeightOperands) -> GroupedProblem:
 
 
 def down_problem(problem: MoeProblem) -> GroupedProblem:
-    """Returns the problem of the second GEMM. Its rows are the sorted routes. It stores them in the
-    order of the unsorted routes."""
+    """Returns the problem of the second GEMM. Its rows are the sorted routes. The GEMM stores its
+    result in the order of the unsorted routes."""
     return GroupedProblem(
         num_groups=problem.num_experts,
         num_experts=problem.num_experts,
@@ -116,7 +118,7 @@ def decodable(problem: MoeProblem) -> bool:
 
 
 def decoded_elements(problem: MoeProblem) -> int:
-    """Returns the number of elements of one dequantised weight. gate, up and down are
+    """Returns the number of elements of one dequantised weight: gate, up or down, each of which is
     contiguous."""
     return problem.num_experts * problem.hidden * problem.inner
 
@@ -132,7 +134,8 @@ def decoded_problem(problem: MoeProblem) -> MoeProblem:
 
 
 def gemm_obstacle(problem: MoeProblem) -> str | None:
-    """Returns why TMA cannot load the operands; None if it can. This needs only metadata."""
+    """Returns why TMA cannot load the operands; None if it can. Only metadata is checked, not
+    addresses."""
     obstacle = weight_obstacle("gate_weight", problem.gate_up)
     obstacle = obstacle or weight_obstacle("down_weight", problem.down)
     if obstacle is not None:

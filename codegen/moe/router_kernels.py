@@ -1,5 +1,5 @@
-"""The kernels of a router. One computes the product and then the choice, and the other only the
-choice."""
+"""The two kernels of a router. One kernel computes the product and then the choice of experts, and
+the other kernel computes only the choice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ CHOOSE = Kernel("moe.router", "moe_choose", ranges=("num_tokens",))
 
 @dataclass(frozen=True)
 class RouterProblem:
-    """The static part of a router with E experts, K columns and S slots.
+    """The static part of a router with E experts and K columns, in which each token chooses S
+    experts (slots).
 
     The fields that are not listed here are the arguments of the op.
 

@@ -17,12 +17,12 @@ from tilewright.codegen.targets import Target
 # The smallest tile of a tensor core.
 LEAST_TILE = 16
 # The largest number of tokens for which tiles have LEAST_TILE tokens and the last program of a tile
-# chooses.
+# chooses the experts.
 FEW_TOKENS = 128
 # The smallest number of tokens for the largest tiles of tokens.
 MANY_TOKENS = 1024
 # The largest number of tokens for which tilewright's kernel multiplies fp32 numbers. With more
-# tokens, the library does.
+# tokens, the library multiplies them.
 LIBRARY_TOKENS = 64
 # The largest number of experts of a program if there are many tokens.
 WIDE_EXPERTS = 128
@@ -58,7 +58,7 @@ def router_config(problem: RouterProblem, num_tokens: int, target: Target) -> Ro
 
 
 def uses_library(problem: RouterProblem, num_tokens: int) -> bool:
-    """Whether the library computes the product. It computes fp32 products of many tokens."""
+    """Whether the library computes the product, which it does for fp32 products of many tokens."""
     return problem.widened and num_tokens > LIBRARY_TOKENS
 
 

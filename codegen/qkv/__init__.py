@@ -1,1 +1,1 @@
-"""QKV projections with norm, RoPE and cache write: problems, specs, plans."""
+"""QKV projections with norm, RoPE and cache write: static facts (problems), kernels and plans."""

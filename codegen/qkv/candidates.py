@@ -1,4 +1,4 @@
-"""Candidate tile sizes of the fused kernels."""
+"""Candidate tile sizes of the fused QKV kernels."""
 
 from __future__ import annotations
 
@@ -31,22 +31,24 @@ MOST_TOKENS_IN_REGISTERS = 32
 # spill (sm90).
 MOST_SUMS_OF_FLOATS = 1024
 
-# The formats of weights that are multiplied without tensor cores, and the largest number of tokens
-# for which they are. Times of the projection of Llama-3-8B on an H100, in us, with the times of the
-# kernel that uses tensor cores in parentheses: int4 7.4 (9.9), int8 9.6 (13.0), float8 12.4 (13.1),
-# float8 in blocks 10.0 (14.6), NVFP4 8.9 (11.0), MXFP4 8.8 (15.1), nf4 9.8 (14.4).
+# The formats of weights that may be multiplied without tensor cores. The projection of Llama-3-8B
+# took these times on an H100, in us (in parentheses: the time of the kernel that uses tensor
+# cores): int4 7.4 (9.9), int8 9.6 (13.0), float8 12.4 (13.1), float8 in blocks 10.0 (14.6), NVFP4
+# 8.9 (11.0), MXFP4 8.8 (15.1), nf4 9.8 (14.4).
 DOTTED_FORMATS = ("int4_k", "int4_k_offset", "int8", "fp8", "nvfp4", "mxfp4", "nf4", "fp4")
+# The largest number of tokens for which weights are multiplied without tensor cores.
 MOST_DOTTED_TOKENS = 1
-# The number of pairs of a head that a program without tensor cores computes, unless a norm needs
-# whole heads.
+# The number of pairs of columns (as RoPE rotates them) of a head that a program without tensor
+# cores computes, unless a norm needs whole heads.
 DOT_PAIRS = 8
-# DOT_WORDS: the number of 32-bit words (rows times columns) that four warps read in a step.
-# LEAST_DOT_WORDS: the fewest words of a row in a step. For each, there is one value for 8-bit codes
-# and one for 4-bit codes.
+# The number of 32-bit words (rows times words of a row) that four warps read in a step.
+# DOT_WORDS is for 8-bit codes, DOT_WORDS_OF_NIBBLES for 4-bit codes.
 DOT_WORDS, DOT_WORDS_OF_NIBBLES = 4096, 2048
+# The fewest 32-bit words of a row in a step. LEAST_DOT_WORDS is for 8-bit codes,
+# LEAST_DOT_WORDS_OF_NIBBLES for 4-bit codes.
 LEAST_DOT_WORDS, LEAST_DOT_WORDS_OF_NIBBLES = 32, 16
-# The number of programs on a multiprocessor. If there are fewer tiles, K is split until there are
-# this many programs.
+# The number of programs for each multiprocessor. If there are fewer tiles, K is split until there
+# are this many programs.
 DOT_PROGRAMS = 3
 # The largest number of words that a thread holds in registers. With more words, registers spill.
 MOST_THREAD_WORDS = 64
@@ -62,7 +64,7 @@ def candidates(problem: QkvProblem, num_tokens: int, target: Target) -> list[Con
 
 def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[Config]:
     """Yields the configs that were among the fastest on an H200 in at least one measured problem.
-    Those that were the fastest more often are first."""
+    Configs that were the fastest more often come first."""
     dots = dots_config(problem, num_tokens, target)
     if dots is not None:
         yield dots
@@ -111,8 +113,9 @@ def dots_config(problem: QkvProblem, num_tokens: int, target: Target) -> DotsCon
 def _tiled_configs(
     heads: int, width: int, num_tokens: int, target: Target
 ) -> Iterator[TiledConfig]:
-    """Yields tile sizes for `heads` heads with `width` columns. For all chips, it yields tiles with
-    persistent loops. If the chip keeps the accumulator in tensor memory, warps are specialised."""
+    """Yields tile sizes for `heads` heads with `width` columns together. For all chips, some of
+    these tiles have persistent loops. If the chip keeps the accumulator in tensor memory, the warps
+    of such loops are specialised."""
     walk = PERSISTENT | {"warp_specialize": target.has("tcgen05")}
     if 32 < num_tokens <= 1024 and width <= 128:
         yield TiledConfig(64, heads, 128, 4, 4)
@@ -147,8 +150,8 @@ def _code_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedConfi
     """Yields the configs for quantised weights that were among the fastest on an H200 in at least
     one measured format.
 
-    For few tokens, tiles are small, and K is split into many parts. For more tokens, one earlier
-    kernel permutes x, so that the programs need not do it.
+    For few tokens, tiles are small, and K is split into many parts. For more tokens, an earlier
+    kernel permutes x once, so that the programs need not permute it.
     """
     q = problem.codes
     whole = next_power_of_2(problem.epilogue.pairs_per_head)

@@ -18,8 +18,9 @@ from tilewright.codegen.spec import Constant
 _STRIDES: Strides = {
     "ADDRESS_STRIDES": (("slots", -1), ("sequences", 0), ("positions", 0)),
 }
+# The constants that a spec omits if they have their default values.
 _OMITTED = ("GATE_RUN", "V_NORMED", "NORM_BIAS_STRIDES", "SATURATES")
-# Numbers for which kernels rely on a value of at least 1.
+# Numbers that kernels assume to be at least 1.
 _COUNTS = ("sequence_tokens", "rope_tokens")
 
 EPILOGUE = Kernel(
@@ -41,8 +42,9 @@ SWAPPED = Kernel(
     omitted=_OMITTED,
     unaligned=("factors",),
 )
-# The kernel for quantised weights.
+# The same kernel for quantised weights.
 SWAPPED_CODES = replace(SWAPPED, dependent=False)
+# Decodes a quantised weight for a library's GEMM.
 DEQUANTIZE = Kernel(
     "qkv.dequantize",
     "dequantize_weight",
@@ -67,15 +69,15 @@ class TiledConfig:
         block_k: The number of columns of a step.
         num_warps, num_stages: Triton's options.
         group_m: The number of row tiles that run one after another for the same heads.
-        epilogue_parts: The number of parts in which the epilogue computes a tile. With 2 parts, it
-            takes half the registers. A tile is divided into heads first, and then the pairs of each
-            head are divided into slices.
-        persistent: Whether programs loop over all tiles, programs_per_sm programs on each SM. If
-            not, there is a program for each tile.
+        epilogue_parts: The number of parts in which the epilogue computes a tile. With 2 parts, the
+            epilogue takes half the registers. A tile is divided into heads first, and then the
+            pairs of each head are divided into slices.
+        persistent: Whether the launch has programs_per_sm programs for each SM, which loop over all
+            tiles. If not, there is a program for each tile.
         flatten: Whether the loads of a tile start before the epilogue of the previous tile.
         warp_specialize: Whether the warps of a program are specialised.
-        pairs_first: Whether the pairs of all heads are divided into slices, so that each part of
-            the rope table is read once.
+        pairs_first: Whether a tile is divided only into slices of pairs, each with all heads of the
+            tile, so that each part of the rope table is read once.
     """
 
     block_m: int
@@ -181,7 +183,7 @@ class EpilogueConfig:
     """The tile sizes of `qkv_epilogue`: block_t tokens and heads_per_tile heads for each program.
 
     If a norm covers a whole row, a program computes all heads of q, k or v, and heads_per_tile is
-    at least their number.
+    at least the number of these heads.
     """
 
     block_t: int
@@ -283,7 +285,7 @@ def _code_constants(problem: QkvProblem, config: RowsConfig) -> dict[str, Consta
 
 
 def workspace_elements(problem: QkvProblem, config: RowsConfig) -> int:
-    """Returns how many fp32 numbers the workspace has for the parts of one tile."""
+    """Returns how many fp32 numbers the workspace has for one tile, for all parts of K together."""
     sums = 2 * config.block_p + squares_a_row(problem.input_norm)
     return config.split_k * sums * config.block_t
 

@@ -25,7 +25,7 @@ NUMBERS_FILE, CODES_FILE = (
 
 @cache
 def measured_table(file: Path) -> tuple[dict, ...]:
-    """Returns the rows of a table."""
+    """Returns the rows of the table in a file."""
     return tuple(json.loads(file.read_text("utf-8"))["rows"])
 
 

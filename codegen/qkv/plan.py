@@ -12,8 +12,8 @@ Four lowerings compute `fused_qkv_paged`:
 `dots` can include a norm of x, and so can `swapped` if weights are not quantised. For the other
 lowerings, a separate kernel normalises x first.
 
-Times come from the measured tables if these have the problem's dims. If not, they come from the
-cost model in `codegen.qkv.time`. If `dots_config` returns tiles, `dots` takes precedence over
+Times come from the measured tables if the tables have the problem's dims. If not, times come from
+the cost model in `codegen.qkv.time`. If `dots_config` returns tiles, `dots` takes precedence over
 `swapped`, whatever their times are.
 """
 
@@ -43,27 +43,28 @@ from tilewright.codegen.targets import Target
 
 # The largest number of tokens for which the kernel for few tokens normalises x itself. Compared
 # with a norm that Inductor compiled, a layer of Llama-3-8B on an H200 takes 1.5 us less for one
-# token, and 0.9, 0.6 and 4.5 us more for 4, 8 and 16 tokens. The same limit holds for a layer norm,
-# for which it was modelled, not measured.
+# token, and 0.9, 0.6 and 4.5 us more for 4, 8 and 16 tokens. The same limit holds for a layer norm.
+# The limit for a layer norm was modelled, not measured.
 MOST_NORMED_TOKENS = 1
 
 # The library's products of quantised operands are chosen only if they are modelled to be faster
 # than a measured kernel by this factor.
 MARGIN = 1.25
 
-# The largest numbers of tokens of the buckets. All numbers of tokens in a bucket share a kernel if
-# the number is known only at run time.
+# The largest number of tokens of each bucket. If the number of tokens is known only at run time,
+# all numbers in a bucket share a kernel.
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
-# Where the time of a choice may come from. The first source that has a time is used.
+# HERE, TABLE, MODEL: the sources of the time of a choice. The first source that has a time is used.
 HERE, TABLE, MODEL = ("measured here", "shipped table", "model")
+# The words for each source in reports.
 _WORDS = {HERE: "measured here", TABLE: "measured (shipped table)", MODEL: "modelled"}
 
 
 @dataclass(frozen=True)
 class LoweringChoice:
-    """One lowering for up to `max_tokens` tokens. If max_tokens is None, it is for any number of
-    tokens.
+    """One lowering for up to `max_tokens` tokens, or for any number of tokens if `max_tokens` is
+    None.
 
     Attributes:
         name: "dots", "swapped", "tiled" or "library".
@@ -139,8 +140,8 @@ def choose(
 ) -> LoweringChoice:
     """Returns the fastest lowering for a number of tokens.
 
-    If the problem has a norm of x, this is the lowering that is the fastest without the norm. It
-    includes the norm if it can.
+    If the problem has a norm of x, the result is the lowering that is the fastest without the norm.
+    This lowering includes the norm if it can.
     """
     if problem.input_norm is not None:
         chosen = choose(problem.after_norm, num_tokens, target, packed)
@@ -182,7 +183,8 @@ def _with_norm(
     fused = _fused_choice(problem, num_tokens, target, row)
     if fused is None or fused.config is None or norm.follows:
         return fused
-    # The measured kernel did not have to compute statistics of x first, so its time does not apply.
+    # The kernel that was measured did not compute the statistics of x first, so its time does not
+    # apply here.
     seconds = estimate(problem, fused.config, num_tokens, target)
     return fused_choice(problem, fused.config, seconds)
 
@@ -205,9 +207,9 @@ def _fused_choice(
 def ranked(problem: QkvProblem, num_tokens: int, target: Target) -> list[tuple[float, Config]]:
     """Returns the candidates with their modelled times in seconds. The fastest candidate is first.
 
-    If several candidates are modelled to take the same time, they keep the order of `candidates`,
-    which follows measurements of weights that are not quantised. For quantised weights, and on
-    chips on which nothing was measured, they are ordered by name.
+    Candidates that are modelled to take the same time keep the order of `candidates`, which follows
+    measurements of weights that are not quantised. For quantised weights, and on chips on which
+    nothing was measured, such candidates are ordered by name.
     """
     in_order = target.measured and problem.quantization is None
     timed = [

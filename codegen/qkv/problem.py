@@ -19,9 +19,9 @@ from tilewright.codegen.targets import Target
 
 @dataclass(frozen=True)
 class HeadEpilogue:
-    """The epilogue of projected heads: bias, delta, clip, norm and RoPE. After these steps, q is
-    stored to the result, and k and v are stored to the slots of a cache. Kernels use the fields and
-    properties as constants.
+    """The epilogue of projected heads: bias, delta, clip, norm and RoPE, which rotates the columns
+    of a head in pairs. After these steps, q is stored to the result, and k and v are stored to the
+    slots of a cache. Kernels use the fields and properties as constants.
 
     Attributes:
         dtype: The dtype of q. If there is no q (num_heads is 0), the dtype of k.
@@ -29,31 +29,33 @@ class HeadEpilogue:
         head_dim: The width of a head.
         page_size: The number of slots in a page.
         cache_dtype: The dtype of the cache.
-        k_strides, v_strides: The strides of the cache's windows [page, slot, head, dim].
+        k_strides, v_strides: The strides of the cache's views [page, slot, head, dim] for k and for
+            v.
         writes_v: Whether there is a v. If not, v_strides are the strides of k.
-        addressing, wrap_negative, search_steps: As in `cache_places`.
+        addressing, wrap_negative, search_steps: The parameters of `cache_places` with these names.
         rope_style: "none", "half", "interleaved" or "interleaved_to_half".
         rotary_dim: The number of columns of a head that are rotated.
-        rope_full_width: Whether the tables have `rotary_dim` columns. If not, they have half as
-            many.
-        wide_tables: Whether the tables are fp32.
+        rope_full_width: Whether the tables of cosines and sines have `rotary_dim` columns. If not,
+            they have half as many.
+        wide_tables: Whether the tables of cosines and sines are fp32.
         bias_strides: The strides of (q's groups, q's heads, k's heads, v's heads) in the biases.
         has_delta: Whether a delta (LoRA) is added.
-        normed: Whether (q, k) have a norm.
+        normed: (whether q has a norm, whether k has a norm).
         v_normed: Whether v has a norm, which has no weight.
         norm_kind: "rms" or "layer".
         norm_width: "head", or "row" for a norm over all heads of a projection.
         norm_after_rope: Whether the norm comes after the rotation.
         norm_eps: The epsilon of the norm.
         norm_offset: A number that is added to the norm's weights.
-        norm_strides, norm_bias_strides: The strides between heads; 0 if all heads share a vector.
-            norm_bias_strides is None if there is no bias.
+        norm_strides, norm_bias_strides: The strides between the heads' vectors of norm weights, and
+            of norm biases, for (q, k); 0 if all heads share a vector. norm_bias_strides is None if
+            there is no bias.
         kv_repeat: The number of heads of the cache to which each head of k and v is stored.
         group: The number of q heads in a group, if q's weight, its bias and the product have an
             axis for groups; else 0.
-        gate_run: If it is not 0, q's heads alternate between this many queries and this many gates.
-            Gates have neither a norm nor a rotation.
-        clip: The largest absolute value; 0 for no limit.
+        gate_run: If this number is not 0, q's heads alternate between this many queries and this
+            many gates. Gates have neither a norm nor a rotation.
+        clip: The largest absolute value that q, k and v may have; 0 for no limit.
         scale_strides: The strides between heads of the fp32 scales of k and v in the cache; 0 if
             all heads share a scale.
         scale_multiplies: Whether values are multiplied by the scale. If not, they are divided by
@@ -247,11 +249,12 @@ class TiledWeights:
     """How one TMA descriptor loads the heads of all three weights.
 
     Attributes:
-        weight_strides: (unit, row) if heads begin at multiples of `unit`. For n-major weights,
-            whose heads may begin at any element, (column,).
+        weight_strides: The strides of the descriptor: (unit, row), where all heads begin at
+            multiples of `unit`, or (column,) for n-major weights, whose heads may begin at any
+            element.
         head_steps: The steps between (q's groups, q's heads, k's heads, v's heads). They count
             units, or elements if the weights are n-major.
-        weight_extent: The extent of all heads. It counts the same as head_steps.
+        weight_extent: The extent of all heads, in the same units as head_steps.
         adjacent: Whether several heads can be loaded together.
     """
 

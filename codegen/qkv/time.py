@@ -16,16 +16,17 @@ from tilewright.codegen.qkv.kernels import (
 from tilewright.codegen.qkv.problem import QkvProblem
 from tilewright.codegen.targets import Target
 
-# The fraction of the chip's GEMM rate that is reached with this number of active warp groups on an
-# SM. This constant and those below, unless their comments say otherwise, were fitted to the shipped
-# tables `measured_*.json`, which come from an H200. The estimates are within a quarter of the
-# measured times, except for a few tiles.
+# Maps the number of active warp groups on an SM to the fraction of the chip's GEMM rate that they
+# reach. This constant and those below, unless their comments say otherwise, were fitted to the
+# shipped tables `measured_*.json`, which come from an H200. The estimates are within a quarter of
+# the measured times, except for a few tiles.
 _WARP_GROUP_SHARE = {1: 0.62, 2: 0.93, 3: 0.94}
 # The time of an epilogue of a tile of 128 x 256, if it overlaps with nothing.
 _EPILOGUE_S = 1.6e-6
 # The time of the first loads and the last stores, in addition to the launch. With it, 50 MB of
 # weights take 15 us in total, and 168 MB take 41 us.
 _FILL_S = 1.0e-6
+# The additional time of `qkv_projection`, which loads through TMA descriptors.
 _DESCRIPTOR_S = 1.0e-6
 # The time in which a multiprocessor starts another program. A persistent program needs no such
 # time: it loads the operands of its next tile during the epilogue. This time only decides between
@@ -35,27 +36,31 @@ _DESCRIPTOR_S = 1.0e-6
 _RESTART_S = 0.1e-6
 # The time that a split of K adds, without the traffic of the partial sums.
 _SPLIT_S = 1.2e-6
+# The time that a library's GEMM takes in addition to the launch, its products and its traffic.
 _LIBRARY_FILL_S = 2.5e-6
-# How many bytes an SM loads in a second: by TMA, and by loads of its threads.
+# How many bytes an SM loads by TMA in a second.
 _TMA_BYTES_PER_SM_S = 115e9
+# How many bytes the threads of an SM load in a second.
 _LOAD_BYTES_PER_SM_S = 85e9
 
 # The number of codes of quantised weights that an SM unpacks in a second.
 _CODES_PER_SM_S = 9.0e10
-# The fraction of the tensor cores' rate that tiles of up to 32 tokens reach with quantised weights,
-# and the fraction that tiles of more tokens reach. Tiles of fewer than 64 tokens take as long as
-# tiles of 64.
+# Two fractions of the tensor cores' rate with quantised weights: the fraction that tiles of up to
+# 32 tokens reach, and the fraction that tiles of more tokens reach. Tiles of fewer than 64 tokens
+# take as long as tiles of 64 tokens.
 _CODES_MMA_SHARES = (0.75, 0.55)
-# The same as _FILL_S and _SPLIT_S, for quantised weights.
+# The same as _FILL_S, for quantised weights.
 _CODES_FILL_S = 1.5e-6
+# The same as _SPLIT_S, for quantised weights.
 _CODES_SPLIT_S = 1.0e-6
 # The time of the kernel that permutes x to the order of the codes.
 _ORDER_S = 1.5e-6
-# Constants of the kernel without tensor cores. _DOTS_FILL_S is its time in addition to the launch
-# (it took 7.4 us in total for 13 MB of int4 on an H100). _DOTS_PER_SM_S is how many integers (True)
-# and floats (False) an SM multiplies in a second. It is modelled: 8 integers take 6 instructions at
-# half rate, and a float takes 3 instructions.
+# The same as _FILL_S, for the kernel without tensor cores. With this time, 13 MB of int4 take 7.4
+# us in total on an H100.
 _DOTS_FILL_S = 1.0e-6
+# How many integers (True), or floats (False), an SM multiplies in a second without tensor cores.
+# The rates are modelled: 8 integers take 6 instructions at half rate, and a float takes 3
+# instructions.
 _DOTS_PER_SM_S = {True: 1.0e11, False: 5.0e10}
 
 
@@ -233,8 +238,8 @@ def _resident(problem: QkvProblem, config: Config, target: Target) -> int:
         rows, columns = 2 * config.block_p, config.block_t
         limit = 4 if problem.quantization is None else by_shared
     elements = rows * columns // (32 * config.num_warps)
-    # Registers hold the accumulator, and half as many numbers for the epilogue and addresses.
-    # Kernels of quantised weights need more registers.
+    # Registers hold the accumulator, and half as many other numbers for the epilogue and the
+    # addresses. Kernels of quantised weights need more registers.
     wanted = 40 + elements * 3 // 2 if problem.quantization is None else 80 + 2 * elements
     registers = min(wanted, target.max_registers)
     by_registers = target.registers_per_sm // (registers * 32 * config.num_warps)

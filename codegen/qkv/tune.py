@@ -1,10 +1,11 @@
 """Chooses a lowering by measuring. This module determines which candidates to measure, and stores
 the measured times on disk.
 
-It does not use a GPU: a caller that has a GPU passes a `Timer`. The times of all candidates are
-stored in the kernel cache, under a key of everything that affects them: the machine, the problem,
-and all sources that the candidates' kernels are emitted from. Times that were measured on this
-machine take precedence over the shipped table, and the table takes precedence over the cost model.
+This module does not use a GPU: a caller that has a GPU passes a `Timer`. The times of all
+candidates are stored in the kernel cache, under a key of everything that affects the times: the
+machine, the problem, and all sources that the candidates' kernels are emitted from. Times that were
+measured on this machine take precedence over the shipped table, and the table takes precedence over
+the cost model.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from tilewright.codegen.spec import module_of
 from tilewright.codegen.targets import Target
 
 #: The largest number of fused kernels that are measured. These are the kernels that the cost model
-#: ranks best. Compiling them takes most of the time.
+#: ranks best. Most of the time of tuning is spent on compiling them.
 MAX_FUSED = 8
 
 _FORMAT = "1"
 _FILE = "times.json"
 
-#: Returns the seconds of each choice, in order. For a choice that fails or gives wrong results, it
-#: returns infinity.
+#: A function that returns the seconds of each choice, in order. For a choice that fails or gives
+#: wrong results, it returns infinity.
 Timer = Callable[[Sequence[LoweringChoice]], Sequence[float]]
 
 
@@ -78,7 +79,7 @@ def trials(case: Case) -> Mapping[str, LoweringChoice]:
     """Returns the choices that are worth measuring, by name: the choice that a plan makes without
     measuring on this machine, the configs that the cost model ranks best, and the library.
 
-    Each has the form of a plan's choice for up to `case.num_tokens` tokens.
+    Each choice has the form of a plan's choice for up to `case.num_tokens` tokens.
     """
     problem, tokens, target = case.problem, case.num_tokens, case.target
     chosen = choose(problem, tokens, target, case.packed)
@@ -107,11 +108,11 @@ def tuned(
 ) -> LoweringChoice | None:
     """Returns the fastest trial of a case on this machine.
 
-    If no times are stored, this function measures the trials. If there is only one trial, it
-    returns it without measuring. Without a timer, it returns the fastest trial according to the
-    stored times, or None if no valid times are stored.
+    If no times are stored, this function measures the trials. If there is only one trial, this
+    function returns that trial without measuring. Without a timer, it returns the fastest trial
+    according to the stored times, or None if no valid times are stored.
 
-    If several processes call this function at the same time, one of them measures and the others
+    If several processes call this function at the same time, one process measures and the others
     wait. Raises NothingMeasuredError if no trial could be timed. Errors of the timer propagate. In
     both cases, nothing is stored.
     """
@@ -168,7 +169,7 @@ def _constants_fingerprint() -> str:
 
 
 def _times(entry: Entry, tried: Mapping[str, LoweringChoice]) -> dict[str, float]:
-    """Returns the times of an entry. If they are not times of these trials, returns an empty
+    """Returns the times of a cache entry. If these are not the times of `tried`, returns an empty
     dict."""
     try:
         seconds = json.loads(entry.files[_FILE])["seconds"]

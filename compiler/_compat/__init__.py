@@ -411,8 +411,8 @@ def forward_of(gm: fx.GraphModule) -> Callable[..., Any]:
 
 
 def copy_origin(copy: fx.GraphModule, original: fx.GraphModule) -> None:
-    """Copies to a graph's copy the attributes that Dynamo attached to the original besides its
-    nodes.
+    """Copies the attributes that Dynamo attached to a graph, besides its nodes, to a copy of the
+    graph.
 
     From these attributes, AOTAutograd knows that parameters and marked caches keep their addresses.
     Without them, Inductor's CUDA graphs would copy all weights at each call, and would refuse

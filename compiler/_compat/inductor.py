@@ -23,8 +23,8 @@ def modes() -> list[str]:
 
 
 def option_problem(options: Mapping[str, Any]) -> str | None:
-    """Returns the fault of the first option that Inductor does not have, or whose value has another
-    type. Returns None if all options are good."""
+    """Returns what was expected in place of the first bad option. An option is bad if Inductor does
+    not have it, or if its value has another type. Returns None if all options are good."""
     from torch._inductor import config
 
     known = config.get_config_copy()

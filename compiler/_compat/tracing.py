@@ -1,4 +1,4 @@
-"""Changes what surrounds a compilation by Dynamo: its limits, and traces on the meta device."""
+"""Changes the conditions of a compilation by Dynamo: its limits, and traces on the meta device."""
 
 from __future__ import annotations
 

@@ -32,12 +32,12 @@ from tilewright.compiler._compat import (
 
 
 class CannotStandInError(RuntimeError):
-    """A value has no stand-in, so a call on it cannot be tried."""
+    """Raised for a value that has no stand-in, so that a call on this value cannot be tried."""
 
 
 class _StandIns:
-    """Makes stand-ins, which are tensors with the layout of given tensors. They share storage where
-    the given tensors do.
+    """Makes stand-ins, which are tensors with the layout of given tensors. Stand-ins share storage
+    where the given tensors share storage.
 
     A symbolic size takes its value in the traced run. `device` is the device of all stand-ins; if
     it is None, each stand-in has the device of its original.
@@ -84,7 +84,8 @@ class _StandIns:
             count = hint_of(tensor.untyped_storage().nbytes())
             device = self.device or tensor.device
             self.bases[key] = torch.empty(count, dtype=torch.uint8, device=device)
-        # All bytes as numbers of the dtype, without the bytes that are left over at the end.
+        # This tensor shows all bytes as numbers of the dtype, without the bytes that are left over
+        # at the end.
         width = tensor.dtype.itemsize
         whole = self.bases[key][: self.bases[key].numel() // width * width].view(tensor.dtype)
         sizes, strides = hints_of(tensor.shape), hints_of(tensor.stride())

@@ -1,2 +1,2 @@
-"""Reads a Dynamo graph as dataflow: the operation of each node, and the memory it reads and
-writes."""
+"""Reads a Dynamo graph as dataflow: the operation of each node, and the memory that the node reads
+and writes."""

@@ -50,7 +50,8 @@ class Access:
 
 _NONE = Access()
 T = TypeVar("T")
-# The positions of a call's tensors that the call writes, and of those that it reshapes.
+# Two groups of positions among a call's tensors: the tensors that the call writes, and the tensors
+# that it reshapes.
 _Places = tuple[tuple[int, ...], tuple[int, ...]]
 _remembered: dict[Any, _Places | None] = {}
 
@@ -108,7 +109,8 @@ def _written_by_schema(node: fx.Node, target: Any) -> Access:
 
 
 def _overloads(node: fx.Node, packet: Any) -> list[Any]:
-    """Returns the overloads of a packet that take the keywords of a call."""
+    """Returns the overloads of an operator that take the keywords of a call. packet: the
+    operator."""
     return [
         overload
         for overload in (getattr(packet, name) for name in packet.overloads())
@@ -140,7 +142,8 @@ def attribute_of(node: fx.Node) -> Any:
 
 # --- known without trying -------------------------------------------------------------------------
 
-# A test compares both tables with the schemas of the operators that have these names.
+# Calls that write their first argument. A test compares this table, and the next one, with the
+# schemas of the operators that have these names.
 _WRITES_ITS_FIRST = spelling.IN_PLACE_ARITHMETIC | frozenset(WRITES)
 # Calls that write only if `out=` or `inplace=` is given. `embedding` may renormalise its weight.
 _PURE = spelling.LISTED - {"embedding"}

@@ -74,8 +74,8 @@ class _Builder:
         self.reshaped: set[int] = set()
         self.operations = Operations(self._operand, self.unknown)
         self.failed: list[tuple[fx.Node, Exception]] = []
-        #: For each subclass, the first node that holds the tensor inside it. A plain node is
-        #: preferred.
+        #: For each subclass, the first node that holds the tensor inside the subclass. A node whose
+        #: tensor is plain is preferred.
         self.inner: dict[fx.Node, fx.Node] = {}
 
     # --- one node ---
@@ -260,7 +260,7 @@ class _Builder:
             inner = self.inner[inner]
         if _compat.is_subclass(result):
             self.inner[node] = inner
-            return False  # the effect of its class is not known
+            return False  # a call of the subclass may do anything
         if _compat.is_subclass(inner.meta["example_value"]):
             self._first_inner(node, inner, result)
             self.inner[inner] = node

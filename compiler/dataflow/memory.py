@@ -29,7 +29,7 @@ class Place:
     why: the reason why there is no normal form.
     dtype: the dtype as which the tensor reads the memory.
     version: the number of writes to the memory before the node ran.
-    view: the value that the tensor held then.
+    view: the value that the tensor held when the node ran.
     """
 
     memory: Memory
@@ -213,7 +213,7 @@ class MemoryMap:
 @dataclass
 class Slices:
     """Slice copies that fill the memory of a `new_empty`. They are collected write by write,
-    because a loop makes thousands.
+    because a loop may make thousands of them.
 
     axis: the axis along which the tensor is sliced.
     covered: the length along this axis that is written so far.

@@ -213,8 +213,8 @@ def _with_numbers(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[A
     """Returns the arguments of arithmetic, with numbers in place of constant tensors that have no
     dimensions.
 
-    Beside floating-point tensors of the result's dtype, a number and such a tensor give the same
-    result, because neither decides the dtype.
+    In arithmetic with a floating-point tensor of the result's dtype, a number and a constant tensor
+    without dimensions give the same result, because neither decides the dtype.
     """
     if op not in _ARITHMETIC or not dtype.is_floating_point:
         return args

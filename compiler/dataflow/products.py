@@ -16,9 +16,9 @@ from tilewright.patterns.recognise.gemm import (
     unread_product,
 )
 
-# The first set lists products whose second operand is always a weight. The second set lists
-# products whose second operand is a weight if the model stores it.
+# Products whose second operand is always a weight.
 _OF_WEIGHTS = frozenset(("aten.linear", "aten._scaled_mm", "aten._scaled_mm_v2"))
+# Products whose second operand is a weight if the model stores this operand.
 _PRODUCTS = frozenset(
     f"aten.{name}" for name in ("einsum", "bmm", "mm", "matmul", "baddbmm", "addmm", "_grouped_mm")
 )

@@ -1,9 +1,9 @@
 """Recognises layout functions by what they do.
 
-Their names are not enough, because a release of torch may give a transpose a new name. A call that
-is in no table is traced alone, on its fake tensors and below autograd, where ATen has few names
-left. If the trace only selects, each of the call's results is a chain of views that the tables
-know.
+The names of the functions are not enough, because a release of torch may give a transpose a new
+name. A call that is in no table is traced alone, on its fake tensors and below autograd, where ATen
+has few names left. If the trace only selects, each of the call's results is a chain of views that
+the tables know.
 """
 
 from __future__ import annotations

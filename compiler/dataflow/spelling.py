@@ -109,7 +109,7 @@ PLAIN = _names(
     """
 )
 
-# Arithmetic in place, each with the operation whose result it stores.
+# Operations that store the result of arithmetic in place.
 IN_PLACE_ARITHMETIC = _names(
     """
     add_ sub_ mul_ div_ pow_ neg_ clamp_ relu_ sigmoid_ silu_

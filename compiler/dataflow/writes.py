@@ -108,9 +108,9 @@ def _index_copy(operand: Operand, node: fx.Node, effect: Effect) -> Write:
 
 
 def _scatter(operand: Operand, node: fx.Node, effect: Effect) -> Write:
-    """Reads `scatter_`. The call equals `index_copy_` if its index only repeats along the other
-    dimensions. If the index varies along one of these dimensions, each row of that dimension has
-    its own slots."""
+    """Reads `scatter_`. The call equals `index_copy_` if its index only repeats along the
+    dimensions other than `dim`. If the index varies along one of these dimensions, each row of that
+    dimension has its own slots."""
     dim = argument(node, 1, "dim") % len(effect.dims)
     index = operand(argument(node, 2, "index"))
     source = operand(argument(node, 3, "src"))

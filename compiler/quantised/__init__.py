@@ -36,8 +36,8 @@ from tilewright.compiler.quantised.coded_linear import (
     share_equal_scales,
 )
 
-#: A library's reader of a module. It returns the module to put in its place, or the reason why the
-#: module stays, or None for a module of another library.
+#: A library's reader of a module. It returns the new module that takes the place of the library's
+#: module, or the reason why the library's module stays, or None for a module of another library.
 Reader = Callable[[nn.Module], nn.Module | str | None]
 
 READERS: tuple[Reader, ...] = (

@@ -24,8 +24,8 @@ from tilewright.codegen.formats import TABLES
 from tilewright.compiler.quantised.coded_linear import CodedLinear
 
 _FOUR_BITS = ("Linear4bit", "LinearNF4", "LinearFP4")
-# The number of scales that share a second-level scale if the scales are codes, too. The library
-# fixes this number.
+# The number of scales that share a second-level scale, if the scales are themselves stored as
+# codes. The library fixes this number.
 _SCALES = 256
 
 

@@ -49,8 +49,8 @@ class CodedLinear(nn.Module):
         return F.linear(self.rounded(x), self.weight_of_codes(x.dtype), self.bias)
 
     def lend_to(self, original: nn.Module) -> None:
-        """Frees the codes of the original that this module has laid out again. Memory then has them
-        only once, while the original waits for `undo`."""
+        """Frees the codes of the original that this module has laid out again. Until `undo`, memory
+        then holds these codes only once."""
 
     def return_to(self, original: nn.Module) -> None:
         """Gives the original its codes back in the layout of its library. They are computed from
@@ -93,8 +93,8 @@ class DividedLinear(CodedLinear):
         return None if divisor is None else 1.0 / divisor.detach().reshape(1)
 
     def hold_factor(self) -> None:
-        """Computes the reciprocal. If other linears hold their reciprocals in the same tensor, it
-        is written to its place in that tensor."""
+        """Computes the reciprocal. If other linears hold their reciprocals in the same tensor, the
+        reciprocal is written to its place in that tensor."""
         factor, held = self.reciprocal(), self.weight_factors
         if factor is None or held is None or held.device != factor.device:
             self.weight_factors, self.place = factor, 0

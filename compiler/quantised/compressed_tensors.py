@@ -1,4 +1,4 @@
-"""Reads linears of compressed-tensors as they are stored, that is compressed.
+"""Reads linears of compressed-tensors in the form in which they are stored, that is, compressed.
 
 The library decompresses all linears in the first forward pass, and wraps each module's forward in a
 way that Dynamo cannot trace. The arithmetic is that of its
@@ -57,8 +57,8 @@ class Rounding:
 class CompressedLinear(CodedLinear):
     """A linear of compressed-tensors.
 
-    strategy: the strategy of the weight's scales, that is "tensor", "channel", "group",
-        "tensor_group" or "block".
+    strategy: the strategy of the weight's scales: "tensor", "channel", "group", "tensor_group" or
+        "block".
     block: the rows and columns that share a scale, if `strategy` is "block".
     rounding: the rounding of its activations, or None.
     """
@@ -333,7 +333,7 @@ def _is_moved(module: nn.Module) -> bool:
 
 def _rounding(args: Any) -> Rounding | str | None:
     """Returns how the library rounds activations, or the reason why this rounding cannot be read.
-    Returns None if the library does not round them."""
+    Returns None if the library does not round activations."""
     if args is None:
         return None
     if not args.symmetric:

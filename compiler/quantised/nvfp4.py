@@ -48,7 +48,7 @@ class Nvfp4Linear(DividedLinear):
         scale = factor * (blocks.abs().amax(-1, keepdim=True) * (1.0 / fp4.MAX))
         scale = scale.to(torch.float8_e4m3fn).float()
         # The scales are multiplied by reciprocals, as in the library, because the codes of numbers
-        # near a midpoint depend on it.
+        # near a midpoint depend on this order of operations.
         scaled = blocks * torch.where(scale == 0, 0.0, 1.0 / (scale * (1.0 / factor)))
         codes = nearest_e2m1(scaled.clamp(-fp4.MAX, fp4.MAX))
         return (codes * (scale / factor)).flatten(-2).to(torch.bfloat16)

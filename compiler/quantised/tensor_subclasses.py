@@ -1,5 +1,5 @@
-"""Reads linears whose weight is a tensor subclass of torchao or quanto. It reads the tensors inside
-the subclass.
+"""Reads linears whose weight is a tensor subclass of torchao or quanto. The module reads the
+tensors inside the subclass.
 
 The arithmetic is that of torchao's `quantization/quantize_/workflows/` and of quanto's
 `library/qbytes_mm.py`.
@@ -226,8 +226,9 @@ _Read = Callable[[Any, torch.Tensor | None], CodedLinear | str]
 class _Class:
     """A class of weights.
 
-    read: its reader.
-    once: the reason why only `prepare` decodes the weight; "" if a graph does, too.
+    read: the function that reads a weight of this class.
+    once: the reason why only `prepare` decodes the weight; "" if the backend, too, can decode the
+    weight in a graph.
     """
 
     read: _Read
@@ -285,8 +286,8 @@ def read(kind: type, weight: Any, bias: torch.Tensor | None) -> CodedLinear | st
 
 
 def obstacle(weight: torch.Tensor) -> tuple[str, bool]:
-    """Returns why a graph does not decode a weight that is its input ("" if it does), and whether
-    `prepare` reads the weight."""
+    """Returns why the backend does not decode a weight that is an input of a graph, and whether
+    `prepare` reads the weight. The reason is "" if the backend decodes the weight."""
     known = _class_of(type(weight))
     with _compat.fake_mode_of(_compat.parts_of(weight)) or nullcontext():
         made = read(type(weight), weight, None)

@@ -30,9 +30,10 @@ from tilewright.ops.formats.fp8_block import BLOCK
 
 Stated = Mapping[str, Any]
 _E4M3 = torch.float8_e4m3fn
-#: Constants of bitsandbytes: the number of codes that share a scale, and the magnitude from which a
-#: number is an outlier.
-_TABLE_BLOCK, _THRESHOLD = 64, 6.0
+#: The number of 4-bit codes of bitsandbytes that share a scale.
+_TABLE_BLOCK = 64
+#: The magnitude from which bitsandbytes treats a number as an outlier.
+_THRESHOLD = 6.0
 #: The number of columns in a group of GPTQ's and AWQ's codes if a configuration names none. It is
 #: the default of transformers' GPTQConfig and AwqConfig.
 DEFAULT_GROUP_SIZE = 128
@@ -120,7 +121,7 @@ def _share_scales(model: nn.Module) -> None:
     """Makes the linears of one parent share a scale of activations.
 
     In checkpoints, linears that read one activation have equal scales, and `share_equal_scales`
-    finds them. Here scales have no values, so the linears of a parent are taken instead.
+    finds them. Here scales have no values, so all linears of a parent share one scale.
     """
     for parent in model.modules():
         shared: dict[tuple[str, torch.Size], torch.Tensor] = {}

@@ -56,7 +56,8 @@ class Site:
     """One fused site.
 
     shapes: facts that a reader can check.
-    lowering, reason: the way in which the op is computed, and the reason for it.
+    lowering: the way in which the op is computed.
+    reason: the reason for this lowering.
     node: the name of the op in the rewritten graph.
     absorbed: the names of the original graph's nodes that the op replaces.
     intermediate_bytes: the size of the values that leave the graph together with these nodes; 0 if
@@ -86,21 +87,21 @@ class Site:
 
     @property
     def kernel(self) -> str:
-        """The names of the emitted kernels, separated by commas. It is empty if a library does the
-        work."""
+        """The names of the emitted kernels, separated by commas. The text is empty if a library
+        computes the op."""
         return ", ".join(k.spec.name for k in self.kernels)
 
 
 @dataclass(frozen=True)
 class GraphReport:
-    """The outcome for one Dynamo graph. `str()` prints what `lower` prints.
+    """The outcome for one Dynamo graph. `str()` returns the report in plain lines.
 
-    modules: the graph before and after fusing; None in a report :meth:`without_graphs`.
-    seconds: the time of each phase.
-    inputs: the graph's inputs that shared memory when the graph was traced.
-    points: the census of the graph; empty if fusing did not begin.
-    target, graph_breaks: the fields of `Lowered`, for this graph alone.
-    node_counts: the number of nodes before and after fusing, set only in a report without graphs.
+    modules: the graph before and after fusing; None in a report that :meth:`without_graphs`
+    returned. seconds: the time of each phase. inputs: the graph's inputs that shared memory when
+    the graph was traced. points: the census of the graph; empty if fusing did not begin. target:
+    the name of the chip, as in `Lowered`. graph_breaks: the graph breaks of this graph alone, as in
+    `Lowered`. node_counts: the number of nodes before and after fusing, set only in a report
+    without graphs.
     """
 
     modules: tuple[fx.GraphModule, fx.GraphModule] | None
@@ -170,7 +171,8 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class Lowered:
-    """All graphs of a model. `str()` prints the report, `to_json()` saves it."""
+    """All graphs of a model. `str()` returns the report as text, and `to_json()` returns it as
+    JSON."""
 
     graphs: tuple[GraphReport, ...]
     target: str
@@ -295,7 +297,7 @@ Placed = TypeVar("Placed", Site, Miss)
 
 def collapse_sites(sites: Sequence[Site]) -> list[tuple[Site, str, int]]:
     """Joins equal sites of different layers. Returns a representative, the collapsed scope and the
-    count of each."""
+    count of each group."""
     return [(g[0], scope, len(g)) for g, scope in _alike(sites, site_kind)]
 
 
@@ -307,7 +309,7 @@ def site_kind(site: Site) -> tuple[Any, ...]:
 
 def collapse_misses(misses: Sequence[Miss]) -> list[tuple[Miss, str, int]]:
     """Joins equal misses of different layers. Returns a representative, the collapsed scope and the
-    count of each."""
+    count of each group."""
 
     def kind(miss: Miss) -> tuple[Any, ...]:
         why = miss.message if miss.pattern == CAPTURE else ""

@@ -37,15 +37,17 @@ BARS = {
 #: The bar in percent of a class without held-out rows. It is at least as wide as the widest bar of
 #: the other classes.
 UNHELD = 35
-#: The bar in percent on chips that we did not measure. The bar of sm100 comes from measurements on
-#: a B200 that others published (docs/predictions.md, the last table). UNSEEN is a guess for all
-#: other chips.
+#: The bars in percent on chips that we did not measure, but for which others published
+#: measurements. The bar of sm100 comes from a B200 (docs/predictions.md, the last table).
 PUBLISHED = {"sm100": 34}
+#: The bar in percent on all other chips. It is a guess.
 UNSEEN = 50
-#: HELD is the share of rows for which a bar holds. LEAST is the smallest bar of a class with fewer
-#: than FEW rows.
+#: The share of held-out rows for which a bar holds.
 HELD = 0.9
-FEW, LEAST = 10, 10
+#: A class with fewer held-out rows than this has a bar of at least LEAST percent.
+FEW = 10
+#: The smallest bar in percent of a class with fewer than FEW held-out rows.
+LEAST = 10
 _DECIMALS = 1e-9
 
 

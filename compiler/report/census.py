@@ -1,9 +1,9 @@
 """A census of the points in a graph at which a pattern may look.
 
 A point is a product with a weight, a softmax, a write into memory from outside of the graph, or a
-choice of the largest numbers. A match covers the point, or a miss accounts for it, or it is of no
-interest for a stated reason. A point for which none of these holds is unaccounted: some pattern
-should have reported it.
+choice of the largest numbers. Either a match covers the point, or a miss accounts for the point, or
+the point is of no interest for a stated reason. A point for which none of these holds is
+unaccounted: some pattern should have reported it.
 """
 
 from __future__ import annotations

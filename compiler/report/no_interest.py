@@ -66,7 +66,7 @@ def rule(*kinds: Kind, why: str) -> Callable[[Holds], Holds]:
 
 @dataclass(frozen=True)
 class Behind:
-    """The readers of a value, seen through operations that are not points.
+    """The points that read a value, directly or through operations that are not points.
 
     ends: the points that read the value.
     returned: whether the graph returns a value on the way.
@@ -83,7 +83,7 @@ class Behind:
 
 
 def behind(value: Value, graph: Graph) -> Behind:
-    """Returns the readers of a value, seen through operations that are not points."""
+    """Returns the points that read a value, directly or through operations that are not points."""
     flow = graph.flow
     through = flow.downstream(value, None, lambda v: graph.kind(v) is None)
     known = set(through)
@@ -105,8 +105,8 @@ def _is_activation(value: Value, flow: Dataflow) -> bool:
 
 
 def _is_of_a_norm(value: Value, flow: Dataflow) -> bool:
-    """Whether a power belongs to a norm. It does if the graph takes the mean or the sum of a
-    square, or if the exponent is negative, as in one divided by a root."""
+    """Whether a power belongs to a norm. A power belongs to a norm if it is a square of which the
+    graph takes the mean or the sum, or if its exponent is negative, as in one divided by a root."""
     if value.op == "aten.pow" and isinstance(value.args[1], (int, float)) and value.args[1] < 0:
         return True
     return value.op in ("aten.pow", "aten.square") and any(

@@ -44,7 +44,7 @@ torch._dynamo.config.capture_scalar_outputs = True
 
 
 def build(kind):
-    """The module, with those of its branches and loop bodies."""
+    """Makes the module of the graph, with the modules of its branches and loop bodies."""
     module = kind()
     for name, inner in list(vars(kind).items()):
         if isinstance(inner, type):

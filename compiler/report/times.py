@@ -4,8 +4,8 @@
 
 A kernel overlaps its reads with its products, but never wholly: the root of the sum of squares lies
 between the longer time and the sum of both. Each rate is a share of the target's own rate
-(`codegen/targets.py` `Target`), which a copy, or the largest product of a library, reaches. There
-are few shares, and the comment on each names the stored measurements from which it comes.
+(`codegen/targets.py` `Target`), which is the rate that a copy, or the largest product of a library,
+reaches. The comment on each share names the stored measurements from which the share comes.
 docs/predictions.md compares the cost model with measured steps.
 
 The planners of single ops (`codegen/qkv/time.py`, `codegen/mla/plan.py`) rank the tiles of one
@@ -31,27 +31,29 @@ FILL_S = 1.1e-6
 #: The share of a copy's rate that parts reach when they move bytes.
 MEMORY_SHARE = 0.98
 #: How many times faster than memory the L2 cache is. This is an assumption: bytes that cross
-#: between parts and fit into the L2 cache are still there for the next part. The prompts of the
-#: same steps support it, because the root mean square of all errors falls from 4.7 to 4.3 %. They
-#: do not distinguish a factor of 2 from a factor of 3.
+#: between parts and fit into the L2 cache are still there for the next part. The prompts among the
+#: steps to which FILL_S was fitted support this assumption: with it, the root mean square of all
+#: errors falls from 4.7 to 4.3 %. These prompts do not distinguish a factor of 2 from a factor of
+#: 3.
 L2_SPEED = 2.0
 #: The share of a copy's rate that mixtures reach when they read experts as codes. It comes from
 #: moe_quantized.json. Linears of codes reach MEMORY_SHARE (linears_quantized.json, int4 and fp8,
 #: one token).
 CODES_MEMORY_SHARE = 0.89
 
-#: Shares of the tensor cores' rate. Products of a library with 1024 to 8192 rows reach 680 to 790
-#: TFLOP/s. Mixtures reach a share of 0.8 if each expert has many tokens (moe.json, Mixtral and
-#: DeepSeek-V3, 4096 and 8192 tokens), and less if each has few.
+#: The share of the tensor cores' rate that a library's products reach. Products with 1024 to 8192
+#: rows reach 680 to 790 TFLOP/s.
 PRODUCT_SHARE = 0.91
+#: The share of the tensor cores' rate that mixtures reach. The share is 0.8 if each expert has many
+#: tokens (moe.json, Mixtral and DeepSeek-V3, 4096 and 8192 tokens), and smaller for fewer tokens.
 MIXTURE_SHARE = 0.74
 #: The share of the tensor cores' rate that kernels reach with codes that they have decoded. This
 #: constant and DECODED_PER_SM_S come from the linears of 16 to 128 tokens in
 #: docs/quantised-performance.md and from the steps of ct-w4a16, ct-fp8-dynamic and bitsandbytes-nf4
 #: in quantised_step.json.
 CODES_SHARE = 0.75
-#: The number of tokens that such a kernel multiplies by a weight that it has decoded. It decodes
-#: the weight again for the next ones.
+#: The number of tokens that a kernel of codes multiplies by a weight after it has decoded the
+#: weight. It decodes the weight again for the next tokens.
 TOKENS_OF_TILE = 64
 #: The numbers of 4-bit codes that an SM decodes in a second, by format: the first for kernels that
 #: use tensor cores, the second for kernels of one token, which use none (linears_quantized.json).
@@ -64,21 +66,24 @@ DECODED_PER_SM_S = {
     "fp4": (2.7e10, 3.0e10),
     "int4_n": (2.7e10, 3.0e10),
 }
-#: The bytes of such a code, including its part of the scale that a block of 16 to 128 codes shares.
+#: The bytes of a 4-bit code, including its part of the scale that a block of 16 to 128 codes
+#: shares.
 FOUR_BIT_BYTES = 0.55
-#: The kernel of many tokens decodes while the tensor cores multiply, and reaches PRODUCT_SHARE. The
-#: two scales of NVFP4 take longer than the product (docs/quantised-performance.md, "Prompts").
+#: The name of the kernel for linears of codes with many tokens. It decodes while the tensor cores
+#: multiply, and reaches PRODUCT_SHARE.
 MIXED_LINEAR = "mixed_linear"
+#: The share of the tensor cores' rate that MIXED_LINEAR reaches instead, by format. The two scales
+#: of NVFP4 take longer than the product (docs/quantised-performance.md, "Prompts").
 MIXED_SHARES = {"nvfp4": 0.78}
-#: The share of the rate for mixtures whose weights are codes. It comes from moe_quantized.json
-#: (fp8, 64 and 1024 tokens).
+#: The share of the tensor cores' rate that mixtures reach if their weights are codes. It comes from
+#: moe_quantized.json (fp8, 64 and 1024 tokens).
 CODES_MIXTURE_SHARE = 0.40
 
-#: Shares of the tensor cores' rate that attention reaches. PROMPT_ATTENTION_SHARE holds for many
-#: queries under a mask in a tensor (182 to 333 TFLOP/s in cache_attention.json, prefill, "mask").
-#: The other share holds for few queries, whose rows fill no tile (138 TFLOP/s in the same file,
-#: mla-64x1000-128).
+#: The share of the tensor cores' rate that attention reaches for many queries under a mask in a
+#: tensor (182 to 333 TFLOP/s in cache_attention.json, prefill, "mask").
 PROMPT_ATTENTION_SHARE = 0.33
+#: The share of the tensor cores' rate that attention reaches for few queries, whose rows fill no
+#: tile (138 TFLOP/s in cache_attention.json, mla-64x1000-128).
 DECODE_ATTENTION_SHARE = 0.17
 #: The smallest number of queries of a sequence that fills the rows of a tile.
 MANY_QUERIES = 64
@@ -124,7 +129,8 @@ def spent_of(unit: Unit, caches: int, present: int | None, target: Target) -> Sp
     parts = [*moved, product, attention]
     bytes_us, products_us = sum(moved), product + attention
     both = math.hypot(bytes_us, products_us) or 1.0
-    # Divides the root in proportion to the two squares, and each square in proportion to its parts.
+    # The root is divided in proportion to the two squares, and each square in proportion to its
+    # parts.
     scales = (*[bytes_us / both] * len(moved), *[products_us / both] * 2)
     scaled = [part * scale for part, scale in zip(parts, scales, strict=True)]
     starts_us = 1e6 * unit.launches * (target.launch_s + FILL_S)

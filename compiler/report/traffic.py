@@ -1,4 +1,5 @@
-"""Divides a rewritten graph into units that run as one, and counts the bytes that each moves.
+"""Divides a rewritten graph into units, each of which runs as one kernel or one op, and counts the
+bytes that each unit moves.
 
 Each fused op is a unit, and so is each product. The remaining nodes of a layer that pass values to
 each other, with no fused op or product between them, count as one kernel of Inductor, even if
@@ -55,11 +56,13 @@ _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "getitem",
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a graph that runs as one.
+    """A part of a graph that runs as one kernel or one op.
 
     scope: the layer of the unit.
-    node, members: the name of its first node, and the names of all its nodes.
-    weights, activations: the bytes of each that the unit moves.
+    node: the name of the unit's first node.
+    members: the names of all nodes of the unit.
+    weights: the bytes of weights that the unit moves.
+    activations: the bytes of activations that the unit moves.
     caches: the bytes of whole caches, without the caches that an item of `cache_reads` describes.
     flops: the FLOPs of products with weights, which run at `flop_rate`. `cache_reads` has the FLOPs
         of attention.
@@ -69,7 +72,7 @@ class Unit:
         WEIGHT_FORMATS; empty if there are none.
     stores_codes: whether the unit reads weights that are stored as codes, and the kernels or the
         graph decode them.
-    preparations: the number of its kernels that prepare x for a product with codes.
+    preparations: the number of the unit's kernels that prepare x for a product with codes.
     """
 
     scope: str
@@ -437,7 +440,8 @@ class _Moved:
         leader = self.groups.leader
         maker = self.memory.makers.get((node, key))
         while maker in self.memory.puts and leader[maker] is leader[node]:
-            maker = self.memory.makers.get((maker, key))  # it made the elements that the put keeps
+            # This node made the elements that the write keeps.
+            maker = self.memory.makers.get((maker, key))
         return maker is not None and leader[maker] is leader[node]
 
     def _writes(self, node: fx.Node, traffic: _Traffic) -> None:
@@ -478,7 +482,7 @@ class _Moved:
 
     def _cache_read(self, op: FusedOp, node: fx.Node, traffic: _Traffic) -> Set[fx.Node]:
         """Returns the arguments of one of our ops that do not count by their size: the tensors that
-        it writes, and the caches. This function records how much of the caches the op reads."""
+        the op writes, and the caches. Records how much of the caches the op reads."""
         names = [argument.name for argument in op.torch_op._schema.arguments]
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         skipped = {given[name] for name in op.mutated if isinstance(given.get(name), fx.Node)}

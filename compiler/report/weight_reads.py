@@ -323,7 +323,7 @@ def _add_whole(
 
 
 def _names_weight(name: str) -> bool:
-    """Whether the name of an op's argument is that of a matrix."""
+    """Whether an op's argument with this name is a matrix."""
     return name == "weight" or (name.endswith("_weight") and "norm" not in name)
 
 

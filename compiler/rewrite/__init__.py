@@ -133,7 +133,7 @@ def _rewrite(
         message = (
             f"{moved.name} is changed in place, and the result of the fused op has other strides"
         )
-        hint = "change a copy of it"
+        hint = "change a copy of the tensor"
         return _miss(match, "INPUT_MUTATED", Stage.HAZARDS, message, moved, hint)
     try:
         return _put_in_place(match, materialiser, op, node, replacements)
@@ -376,8 +376,8 @@ def erase_unused(graph: fx.Graph, flow: Dataflow, candidates: Sequence[fx.Node])
 
 
 def _removable(node: fx.Node, flow: Dataflow) -> bool:
-    """Whether a node has no effect and may be erased. Writes, placeholders and the output may
-    not."""
+    """Whether a node has no effect and may be erased. Writes, placeholders and the output may not
+    be erased."""
     if node.op not in ("call_function", "call_method") or node not in flow.positions:
         return False
     held = node.meta.get("example_value")

@@ -137,7 +137,7 @@ def _indices(write: Writer, q: fx.Node, k: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
-# --- the function that it is given ----------------------------------------------------------------
+# --- the function that a call takes ---------------------------------------------------------------
 
 
 def _hides_nothing(body: fx.Graph) -> bool:
@@ -164,7 +164,7 @@ def _applied(
             places = tuple(known[i] if isinstance(i, fx.Node) else i for i in at)
             known[node] = write.call(operator.getitem, known[table], places)
         elif (held := _rank_of(node)) is not None and held > 0:
-            continue  # it is a row of a table; a later node reads its element
+            continue  # the node is a row of a table, and a later node reads one element of this row
         elif name_of(node) not in _ELEMENTWISE:
             raise _Unreadable(f"its function calls {name_of(node)}")
         else:

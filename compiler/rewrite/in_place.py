@@ -47,8 +47,9 @@ _ACTIVATIONS = frozenset(
     {"relu", "relu6", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "hardtanh",
      "hardswish", "hardsigmoid"}
 )  # fmt: skip
-# A change of some rows becomes a call that copies the other rows. It is rewritten only in memory
-# that one of these functions fills with zeros, and never in a cache.
+# Functions that fill memory with zeros. A change of some rows becomes a call that copies the other
+# rows. Therefore such a change is rewritten only in memory that one of these functions made, and
+# never in a cache.
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
 _ROWS_ADDED = dict.fromkeys(
@@ -117,8 +118,8 @@ def _is_call(node: Any) -> bool:
 
 
 def _may_write(target: Any) -> bool:
-    """Whether a target may be one of these changes. This is a quick test by the name of the
-    target."""
+    """Whether a call of a target may be a change in place that this module replaces. This is a
+    quick test by the name of the target."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     base, _, _ = name.partition(".")  # the name of an overload follows
     return base.endswith("_") or base in _ACTIVATIONS or base in _OPERATOR_NAMES

@@ -1,5 +1,5 @@
 """Advances the lengths of all layers of a cache in one call at the graph's end. In the captured
-graph, each layer advances its own.
+graph, each layer advances its own length.
 
 Each layer of transformers' StaticCache holds its length as a tensor, computes positions from it,
 and adds the number of new tokens. On a GPU, that addition is a small kernel in each layer, between
@@ -117,8 +117,8 @@ def _is_the_length(total: fx.Node) -> bool:
 
 
 def _is_arange_of_one(node: object) -> bool:
-    """Whether a term is `arange(1)`, that is 0, and only sums read it, so that nothing writes into
-    it."""
+    """Whether a term is `arange(1)`, that is, 0, and only sums read this term, so that nothing
+    writes into it."""
     if not isinstance(node, fx.Node) or node.target is not torch.arange:
         return False
     if any(name_of(user) != "add" or "out" in user.kwargs for user in node.users):

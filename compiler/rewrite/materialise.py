@@ -224,7 +224,7 @@ class Materialiser:
             place = source_of(node)
             where = f" ({place})" if place else ""
             return (
-                f"the size {symbol} is computed from data{where}, but only behind the place of "
+                f"the size {symbol} is computed from data{where}, but only after the place of "
                 "the op"
             )
         return f"no input has the size {symbol}: it depends on data"

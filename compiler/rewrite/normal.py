@@ -26,7 +26,7 @@ from tilewright.compiler.safety.modes import modes_of
 from tilewright.patterns.language import Miss
 
 #: The order matters. `in_place` asks which tensors share memory, and a dropout that is off hides
-#: that two tensors do.
+#: that its input and its result share memory.
 _PASSES: tuple[Callable[[fx.Graph], object], ...] = (
     make_fills_plain,
     remove_idle_dropouts,

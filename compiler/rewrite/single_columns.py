@@ -29,8 +29,8 @@ def multiply_single_columns(graph: fx.Graph) -> int:
 
     `graph` is the rewritten graph, because patterns recognise angles as products of matrices. A
     product stays in four cases: it is not a product of two plain floating-point tensors of one
-    dtype; it has another dtype than they have (autocast); it has another argument (`out`); or the
-    elementwise product would have other strides.
+    dtype; the product has another dtype than its operands (autocast); the product has another
+    argument (`out`); or the elementwise product would have other strides.
     """
     return sum(_multiply(node) for node in calls_of(graph, _PRODUCTS) if _sums_one_product(node))
 
@@ -65,8 +65,8 @@ def _is_one(size: object) -> bool:
 
 
 def _multiply(product: fx.Node) -> bool:
-    """Puts an elementwise product in the place of a product. Returns False if it would have other
-    strides."""
+    """Puts an elementwise product in the place of a product. Returns False if the elementwise
+    product would have other strides."""
     write = Writer(product)
     made = write.call(torch.mul, *(_operands(product) or ()))
     now, old = (node.meta["example_value"] for node in (made, product))

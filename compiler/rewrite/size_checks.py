@@ -1,7 +1,7 @@
 """Erases Dynamo's checks of a size that depends on data, if no other node reads the tensor any
 more.
 
-For `where(mask)`, the checks say that it finds between 0 and `mask.numel()` places:
+For `where(mask)`, the checks say that `where` finds between 0 and `mask.numel()` places:
 
     found = where(mask); n = sym_size(found[0], 0); _assert_scalar(n >= 0); _assert_scalar(n <= 24)
 

@@ -118,7 +118,7 @@ def _shares_otherwise(
     user: fx.Node, tensors: list[torch.Tensor], changed: dict[fx.Node, Any], flow: Writes
 ) -> bool:
     """Whether a view becomes a copy, or a copy becomes a view, and a reader could see the
-    difference. It could if the graph writes to the memory, or returns both tensors."""
+    difference. A reader could see it if the graph writes to the memory, or returns both tensors."""
     own = _keys(_compat.tensors_of(user))
     for source in user.all_input_nodes:
         if source not in changed:

@@ -77,7 +77,7 @@ def _no_kernels(device: torch.device, sites: Sequence[Match]) -> Miss:
     counts = Counter(match.pattern for match in sites)
     listed = ", ".join(f"{pattern} x{n}" for pattern, n in sorted(counts.items()))
     what = "1 site stays" if len(sites) == 1 else f"{len(sites)} sites stay"
-    message = f"{what} as written, as there are no kernels for {_named(device)}: {listed}"
+    message = f"{what} as written, because there are no kernels for {_named(device)}: {listed}"
     nodes = tuple(match.anchor.node for match in sites)
     covers = tuple(dict.fromkeys(node for match in sites for node in match.nodes))
     return Miss(

@@ -263,7 +263,9 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
             )
         if write := _vanishing_write(view, match, flow):
             message = f"{name} is read from memory whose writes would vanish with the match"
-            _hazard("ESCAPES", message, view, write, hint="give it memory of its own: x.clone()")
+            _hazard(
+                "ESCAPES", message, view, write, hint="give the tensor memory of its own: x.clone()"
+            )
         if view.value.position >= last:
             message = f"{name} is computed only after {_place(match, flow)}"
             _hazard("ORDER", message, view, hint="compute every operand of the fused op earlier")

@@ -12,13 +12,14 @@ from tilewright.patterns.language import Match
 
 
 class LintError(RuntimeError):
-    """A rewrite left the graph inconsistent; the graph must not be used."""
+    """Raised if a rewrite left the graph inconsistent. The graph must then not be used."""
 
 
 def check_site(
     match: Match, node: fx.Node, replacements: Sequence[tuple[fx.Node, fx.Node]]
 ) -> None:
-    """Checks order, users, mutated bases and metadata around one fused op. Raises LintError."""
+    """Checks order, users, mutated bases and metadata around one fused op. Raises LintError if one
+    of them is wrong."""
     for operand in node.all_input_nodes:
         _require(operand < node, f"{node.name} uses {operand.name} before it is computed")
     for _, new in replacements:

@@ -158,12 +158,12 @@ def check_modes(match: Match, flow: Dataflow, modes: Modes) -> Miss | None:
     nodes = [v.node for v in (*match.absorbed, *match.stores, *match.scratch, *results)]
     for node in (*nodes, place):
         if levels := modes.at(node).levels:
-            what = f"the graph computes it inside {_named(levels)}"
+            what = f"the graph computes this site inside {_named(levels)}"
             return _miss(match, "TRANSFORM", what, node, OUTSIDE)
     written = [v.node for v in match.stores]
     ended = [n for n in (*written, *(value.node for value in results)) if n in modes.recorded]
     if ended:
-        what = "a gradient can flow through it, and fused ops compute no gradients"
+        what = "a gradient can flow through this site, and fused ops compute no gradients"
         return _miss(match, "GRADIENT", what, ended[0], GRAD_HINT)
     if modes.at(place).grad:
         for name, view in operands_of(match):

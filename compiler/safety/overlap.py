@@ -97,7 +97,7 @@ class _Ranges:
         """Yields (other piece, its input) for every piece that has a byte between the first and the
         last byte of `piece`."""
         at = bisect_left(self.starts, piece.end)
-        while at and self.reach[at - 1] > piece.start:  # no piece further down reaches as far
+        while at and self.reach[at - 1] > piece.start:  # pieces further down end earlier
             at -= 1
             if self.ordered[at][0].end > piece.start:
                 yield self.ordered[at]

@@ -30,7 +30,8 @@ class FullPages(FullAttentionCacheAllocator):
     """Allocates pages for layers that attend to all tokens of a request."""
 
     def register_cache_tensor(self, *args: Any, **kwargs: Any) -> None:
-        """Also makes the memory one tensor `[rows, heads, head dim]`, the same for all allocators.
+        """Registers the memory as transformers does, and makes it one tensor `[rows, heads, head
+        dim]` that all allocators share.
 
         If a graph read several tensors in one memory, each would be an input of its own, and a
         write to one would change the others. With one tensor the graph has one input.
@@ -66,8 +67,8 @@ class FullPages(FullAttentionCacheAllocator):
         return past_length + query_length - self.kept(past_length) * self.tokens_per_page
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Returns the block of each kept page; transformers' allocators return a row for each
-        token."""
+        """Returns the block of each kept page. The method of transformers' allocators returns a row
+        for each token instead."""
         return self.live_blocks(request_id, past_length, query_length)
 
     def fill_block_table(
@@ -81,7 +82,8 @@ class FullPages(FullAttentionCacheAllocator):
         block_table[: len(blocks)].copy_(blocks, non_blocking=True)
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises RuntimeError, because only an attention that is not tilewright's calls this."""
+        """Raises RuntimeError, because only an attention that is not tilewright's calls this
+        method."""
         raise RuntimeError(
             "the model's attention was changed while a manager of continuous batching runs: stop "
             "one manager before you start the next"
@@ -94,8 +96,8 @@ class WindowPages(FullPages):
     """Allocates pages for layers with a sliding window, and takes back the pages before the window.
 
     transformers keeps such layers in a ring buffer, which a block table cannot describe. Here a
-    request has a block table as for full attention. An entry of 0 in it stands for a page that was
-    given back, because no request has block 0.
+    request has a block table as for full attention. An entry of 0 in this table stands for a page
+    that was given back, because no request has block 0.
     """
 
     layer_type = SlidingAttentionCacheAllocator.layer_type

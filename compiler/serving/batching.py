@@ -10,8 +10,12 @@ from transformers import CompileConfig, ContinuousBatchingConfig
 
 import tilewright.compiler.backend  # noqa: F401  registers it where the package is not installed
 
-#: The names of two attributes that `BatchingConfig.of` adds to the settings.
-_TABLES, _COLUMNS = "_keeps_tables", "_wanted_columns"
+#: The name of an attribute that `BatchingConfig.of` adds to the settings. It marks settings whose
+#: block tables stay on.
+_TABLES = "_keeps_tables"
+#: The name of an attribute that `BatchingConfig.of` adds to the settings. It holds the requested
+#: width of the block tables.
+_COLUMNS = "_wanted_columns"
 
 
 def compile_config(options: dict[str, Any] | None = None) -> CompileConfig:
@@ -37,8 +41,9 @@ class BatchingConfig(ContinuousBatchingConfig):
     given.
 
     For a model that `enable` has changed, `max_blocks_per_request` keeps its value. For any
-    attention except its own flash attention, transformers would set it to 0. That would turn off
-    block tables, and with them decode steps, in which each sequence has one token.
+    attention except its own flash attention, transformers would set `max_blocks_per_request` to 0.
+    This value would turn off block tables, and with them decode steps, in which each sequence has
+    one token.
     """
 
     options: dict[str, Any] | None = None

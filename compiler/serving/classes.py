@@ -24,7 +24,7 @@ _MADE_OF = "_class_before_tilewright"
 def with_generate(model: Any) -> Any:
     """Returns the model itself, or the model that `torch.compile` has wrapped.
 
-    Raises TypeError if it is not a model of transformers with `generate()`.
+    Raises TypeError if `model` is not a model of transformers with `generate()`.
     """
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, utils.GenerationMixin):

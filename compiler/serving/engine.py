@@ -29,8 +29,9 @@ from tilewright.compiler.serving.classes import (
 log = logging.getLogger("tilewright")
 
 _CHANGE = "enable"
-#: The attention that each model had before a manager, and each model's last manager.
+#: The attention that each model had before it got a manager.
 _BEFORE: MutableMapping[Any, Any] = WeakKeyDictionary()
+#: The latest manager of each model.
 _MANAGERS: MutableMapping[Any, Any] = WeakKeyDictionary()
 
 
@@ -70,7 +71,7 @@ def disable(model: nn.Module) -> None:
     """Undoes `enable`; does nothing if the model is not enabled.
 
     Raises TypeError as `enable` does. Raises RuntimeError while a manager of the model runs or is
-    kept, and if other code has changed the model's class since.
+    kept, or if other code has changed the model's class since.
     """
     changed = with_generate(model)
     if not has_change(changed, _CHANGE):
@@ -147,7 +148,7 @@ def init_continuous_batching(
             self, generation_config, BatchingConfig.of(settings), workload_hints
         )
     except BaseException:
-        if taken:  # else an earlier manager still uses it
+        if taken:  # otherwise, an earlier manager still uses the attention
             give_attention_back(self)
         raise
     manager._original_attn_impl = before  # the manager sets this again when it stops

@@ -25,10 +25,14 @@ from tilewright.compiler.serving.allocators import (
     WindowPages,
 )
 
-#: The keyword arguments that pass the engine's memory and the plans to the attention, and the key
-#: of new latents among the plans. The engine passes its memory as `cache`, but since transformers
-#: 5.24 that argument is the cache which layers update, and they do not pass it to the attention.
-MEMORY, PLAN, LATENTS = "tilewright_memory", "tilewright_plan", "latents"
+#: The keyword argument that passes the engine's memory to the attention. The engine passes its
+#: memory as `cache`, but since transformers 5.24 layers update the argument `cache` themselves, and
+#: do not pass it to the attention.
+MEMORY = "tilewright_memory"
+#: The keyword argument that passes the plans to the attention.
+PLAN = "tilewright_plan"
+#: The key of new latents among the plans.
+LATENTS = "latents"
 
 #: The argument in which layers with latent attention take the cache that they update.
 CACHE = name_in(DeepseekV3Attention.forward) or NAMES[0]
@@ -218,9 +222,9 @@ def attention(
 
     query, key, value: `[1, heads, tokens, head dim]`. Returns `[1, tokens, heads, head dim]`, and
     None in place of attention weights. Raises RuntimeError without the engine's memory. Raises
-    ValueError if the keys or values do not have the heads that the memory holds. Also raises it for
-    options that are not supported: a mask, a bias, a window wider than the memory's and, with
-    latents, sinks or a soft cap.
+    ValueError if the keys or values do not have the heads that the memory holds. Also raises
+    ValueError for options that are not supported: a mask, a bias, a window wider than the memory's
+    and, with latents, sinks or a soft cap.
     """
     memory = kwargs.get(MEMORY)
     if not isinstance(memory, PagedAttentionCache):

@@ -26,7 +26,7 @@ def in_engine(model: Any) -> Iterator[bool]:
     """Gives a model the attention of the engine while the block runs. Yields False if the model
     cannot have it.
 
-    A model that was enabled before stays enabled. Raises TypeError if it is not a model of
+    A model that was enabled before stays enabled. Raises TypeError if `model` is not a model of
     transformers.
     """
     model = with_generate(model)

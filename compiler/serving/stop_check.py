@@ -7,8 +7,8 @@
 
 After every token, `generate()` of transformers asks the GPU whether all sequences have ended, and
 waits for the answer before it launches the next step. transformers also has a check that reads the
-answer one step late, but uses it only on MPS. This module makes one model use it on CUDA. Needs
-transformers.
+answer one step late, but uses it only on MPS. This module makes one model use that check on CUDA.
+Needs transformers.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def defer_stop_check(model: nn.Module) -> bool:
 
 
 def undefer_stop_check(model: nn.Module) -> None:
-    """Undoes `defer_stop_check`; does nothing if it changed nothing.
+    """Undoes `defer_stop_check`. Does nothing if the model is unchanged.
 
     Raises TypeError as `defer_stop_check` does, and RuntimeError if other code has changed the
     model's class since.
@@ -247,7 +247,8 @@ def _check_for_cuda(library: Any) -> Any:
     """Returns a subclass of transformers' deferred check that also works on CUDA."""
 
     class DeferredStopCheck(library):
-        """Also undoes the additional step: its random draws, and its writes to a static cache."""
+        """A deferred check that also undoes the additional step: its random draws, and its writes
+        to a static cache."""
 
         def __init__(
             self,
@@ -273,7 +274,8 @@ def _check_for_cuda(library: Any) -> Any:
                 cache = None
             elif cache is not None and not hasattr(cache, "layers"):  # `finish` reads the layers
                 return False
-            # Asks transformers as if on MPS, where transformers defers the check itself.
+            # Asks transformers as if the device were MPS, on which transformers itself defers the
+            # check.
             mps = torch.device("mps")
             return library.is_supported(mps, cache, cache_is_returned, is_assistant)
 
@@ -298,7 +300,7 @@ def _check_of_length(check: Any) -> Any:
     run no additional step, so their cache can be of any kind."""
 
     class DeferredStopCheck(check):
-        """Undoes nothing."""
+        """A deferred check that undoes nothing."""
 
         def __init__(
             self,

@@ -1,4 +1,5 @@
-"""Runs the fused graph once next to the original, and returns to the original if they disagree."""
+"""Runs the fused graph once next to the original, and returns to the original if their results
+disagree."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from tilewright.ops.formats.fp8 import FP8_DTYPES
 
 log = logging.getLogger("tilewright")
 
-# The relative error (2-norm) that a fused graph may have against the original. Both round to the
-# dtype, in different places, and a whole model amplifies the difference.
+# The relative error (2-norm) that a fused graph may have against the original. Both graphs round to
+# the dtype, in different places, and a whole model amplifies the difference.
 TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 1e-4,
@@ -107,8 +108,9 @@ def _hidden(
 
 
 def without_nan(storage: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor [n] in which random numbers replace NaN and infinite numbers. They are the
-    same in every call. A tensor whose only such numbers are -inf, as in a mask, stays as it is."""
+    """Returns a tensor [n] in which random numbers replace NaN and infinite numbers. The random
+    numbers are the same in every call. A tensor whose only such numbers are -inf, as in a mask,
+    stays as it is."""
     if storage.dtype not in (*TOLERANCE, *FP8_DTYPES):
         return storage
     wide = storage.double()
@@ -135,10 +137,10 @@ def verified(
 ) -> Callable[..., Any]:
     """Returns a function that runs `compiled` and compares its first call with the original graph.
 
-    On a mismatch, it raises VerificationError under `strict`. Otherwise it warns, calls
-    `mismatch(why)`, and runs the original from then on. If the graphs agree, it calls `note` with a
-    line that says how closely they agree, and which outputs were compared on other inputs than the
-    given ones.
+    On a mismatch, the returned function raises VerificationError under `strict`. Otherwise it
+    warns, calls `mismatch(why)`, and runs the original from then on. If the graphs agree, the
+    returned function calls `note` with a line that says how closely they agree, and which outputs
+    were compared on other inputs than the given ones.
     """
     chosen: list[Callable[..., Any]] = []
 

@@ -23,7 +23,7 @@ class Float64(fx.Interpreter):
     """Runs a Dynamo graph in float64 where the graph itself computes in 16-bit or 32-bit floats.
 
     Casts to 8-bit floats and to integers stay, because they are part of the model. Raises
-    NoFloat64Error.
+    NoFloat64Error if an operator does not take float64.
     """
 
     def run_node(self, n: fx.Node) -> Any:

@@ -18,8 +18,8 @@ from tilewright.compiler.report import GraphReport, Site, collapse_sites
 from tilewright.compiler.verify import clone_inputs, relative_error, same_elements
 from tilewright.compiler.verify.float64 import NoFloat64Error, run_in_float64, widen
 
-#: The factor by which a rewrite's error may exceed the graph's own error. Both round, but in
-#: different places.
+#: The factor by which a rewrite's error may exceed the graph's own error. The fused op and the
+#: graph both round, but in different places.
 SLACK = 1.25
 
 

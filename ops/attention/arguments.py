@@ -40,8 +40,8 @@ class AttentionArguments(BatchArguments):
 
     - `q` [T, Hq, D]: the queries. Their dtype is bf16, fp16, fp32 or fp64, and their last dimension
       is contiguous.
-    - `row_offsets` [B + 1]: the first query of each sequence, then the end of the last one. Without
-      it, each of num_sequences sequences has the same number of queries.
+    - `row_offsets` [B + 1]: the index of the first query of each sequence, and T at the end. If it
+      is None, each of num_sequences sequences has the same number of queries.
     - `k` [N, P, Hkv, D], `v` [N, P, Hkv, V]: the cache. It may have any strides, but the last
       dimension is contiguous. It has q's dtype or an 8-bit float dtype.
     - `k_scale`, `v_scale`: fp32, one number or [Hkv]. An 8-bit cache is multiplied by them.
@@ -94,8 +94,8 @@ def as_attention(a: Any, q: torch.Tensor, keys: torch.Tensor) -> AttentionArgume
 
 
 def cache_read(a: AttentionArguments) -> CacheRead:
-    """Returns what a call reads of keys and values. All queries of a sequence share one read of
-    each key."""
+    """Returns how much of the keys and values a call reads. Each key is read once for all queries
+    of its sequence."""
     token_bytes = sum(t.shape[2] * t.shape[3] * t.element_size() for t in (a.k, a.v))
     sequences, capacity = present_of(a, a.k)
     queries, pair = a.q.shape[0] // max(sequences, 1), a.k.shape[3] + a.v.shape[3]
@@ -110,7 +110,7 @@ def cache_read(a: AttentionArguments) -> CacheRead:
 
 
 def work(a: AttentionArguments) -> Work:
-    """Returns which caches a call reads."""
+    """Returns the Work of a call: its reads of the caches."""
     return Work(cache_read(a))
 
 

@@ -40,7 +40,8 @@ from tilewright.ops.runtime.operands import mask_bytes
 from tilewright.ops.runtime.program import Buffer, Outcome, SplitK, Step, Steps
 
 NAME = "mask_blocks"
-# A list has 2 * block + whole, and kernels count keys in 32 bits.
+# The largest number of keys of a mask. An entry of a list is 2 * (number of the block) + (whether
+# the block is whole), and kernels count keys in 32-bit integers.
 MOST_KEYS = 2**30
 
 
@@ -56,7 +57,7 @@ class MaskBlocksArguments:
 
     Set `hide_lowest` only if a key with such a number has no weight beside keys with ordinary
     numbers. This requires that logits are at most E / 2, that the mask alone determines which keys
-    are visible, and that it has one column for each key.
+    are visible, and that the mask has one column for each key.
 
     The result is int32 [.., .., ceil(S / 128), 1 + ceil(K / 64)]. For each tile of 128 queries, it
     has the number of blocks of 64 keys that at least one query attends to, then these blocks in
@@ -93,7 +94,7 @@ def fake(a: MaskBlocksArguments) -> torch.Tensor:
 
 
 def reference(a: MaskBlocksArguments) -> torch.Tensor:
-    """For tile t of 128 queries and block b of 64 keys:
+    """Computes, for tile t of 128 queries and block b of 64 keys:
 
         seen[t, b] = any(mask[128 t:, 64 b:] != -inf)
         whole[t, b] = all(mask[128 t:, 64 b:] == 0)            and there are 64 keys
@@ -183,7 +184,7 @@ def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
 
 @cache
 def _mask_kernel(problem: MaskProblem, tiles: int, target: Target) -> tuple[MaskConfig, Statics]:
-    """Returns the tiles for a mask, and the constants of the kernel."""
+    """Returns the tile sizes for a mask, and the constants of the kernel."""
     config = mask_config(problem, tiles, target)
     return config, Statics(problem, config, keys=KEYS, queries=QUERIES, **problem.bounds)
 

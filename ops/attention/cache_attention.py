@@ -44,14 +44,15 @@ def fake(a: AttentionArguments) -> torch.Tensor:
 
 
 def reference(a: AttentionArguments) -> torch.Tensor:
-    """In fp32 (float64 for float64 q), for each head of each sequence and its keys and values:
+    """Computes, in fp32 (float64 for float64 q), for each head of each sequence:
 
         logits = scale * q @ k^T                 k of head h // (Hq / Hkv), times k_scale
         logits = softcap * tanh(logits / softcap)
         logits = logits + attn_mask              -inf where a key is hidden
         out = softmax(logits | sink) @ v         times v_scale, rounded to q's dtype
 
-    If a query attends to no key, its result is zeros.
+    k and v are the keys and values of this head and sequence. If a query attends to no key, its
+    result is zeros.
     """
     return attention_reference(a)
 

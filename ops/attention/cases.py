@@ -20,10 +20,15 @@ class AttentionCase:
     Attributes:
         name: The name of the case.
         new_tokens: The number of queries of each sequence.
-        key_lengths: The number of keys of each sequence. Its last keys belong to its queries.
+        key_lengths: The number of keys of each sequence. The last of these keys belong to the
+            queries of the sequence.
         room: The number of keys of a sequence that the caches have room for.
-        num_heads, num_kv_heads, head_dim, v_dim: The numbers and widths of heads.
-        dtype, cache_dtype: The dtype of the queries and of the caches.
+        num_heads: The number of heads of the queries.
+        num_kv_heads: The number of heads of the keys and values.
+        head_dim: The width of a query and of a key.
+        v_dim: The width of a value.
+        dtype: The dtype of the queries.
+        cache_dtype: The dtype of the caches.
         scales: The scales of an 8-bit cache: "none", "number", "heads" or "mixed" (one number for
             k, and one for each head for v).
         pool: The form of the caches: "static" (B rows of `room` keys, head-major, as in
@@ -33,7 +38,7 @@ class AttentionCase:
         positions: How positions are given: "lengths" (cache_lengths), "each" (one for every token),
             "shared" (the same for all sequences) or "none".
         lengths: Whether key_lengths are passed.
-        mask, window, softcap: The op's arguments.
+        mask, window, softcap: The arguments of the op with the same names.
         sinks: Whether the call has sinks.
         attn_mask: "none", "bool", "heads" (bool, different for each head), "padding" (bool [B, 1,
             1, K]), "float" or "lowest" (float, where hidden keys have the lowest finite number).

@@ -111,7 +111,8 @@ def _check_places(op: str, a: AttentionArguments, batch: Any) -> None:
 
 
 def check_attention_values(op: str, a: AttentionArguments) -> None:
-    """Checks offsets, lengths and pages. This needs real memory. Raises ArgumentError."""
+    """Checks the values of offsets, lengths and pages. This needs real tensors, not fake ones.
+    Raises ArgumentError."""
     hides = lowest_hides(a, room(a))
     check_mask_blocks_values(op, a.attn_mask, a.mask_blocks, hide_lowest=hides)
     index = a.row_offsets, a.block_table, a.key_lengths, a.positions, a.cache_lengths

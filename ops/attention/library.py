@@ -16,8 +16,7 @@ LIBRARY_QUERIES = 512
 
 
 def library_wanted(a: AttentionArguments) -> bool:
-    """Whether the library computes the same result and is faster. This is decided from shapes
-    alone."""
+    """Whether PyTorch's attention computes the same result and is faster. Reads only metadata."""
     places = (a.row_offsets, a.block_table, a.key_lengths, a.positions, a.cache_lengths)
     others = (*places, a.attn_mask, a.sinks, a.k_scale, a.v_scale)
     if any(tensor is not None for tensor in others) or a.softcap or a.k.dtype != a.q.dtype:

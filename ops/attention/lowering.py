@@ -62,9 +62,9 @@ def attention_steps(
 ) -> Steps:
     """Performs the steps of a call.
 
-    config: the tiles, whose type selects the kernel. If it is None, the plan chooses them. rope:
-    the second part of queries and keys, for few queries. If it is given, the first part of the keys
-    is also the values.
+    config: the tile sizes, whose type selects the kernel. If it is None, the plan chooses them.
+    rope: the second part of queries and keys, which only the kernel for few queries supports. If it
+    is given, the first part of the keys is also the values.
     """
     if a.q.numel() == 0 or a.v.shape[3] == 0:
         out = yield Buffer((*a.q.shape[:2], a.v.shape[3]), a.q.dtype)
@@ -80,7 +80,8 @@ def attention_steps(
     few = rope is not None or isinstance(config, DecodeConfig)
     few = few or (config is None and decodes(problem, sizes))
     if few and a.attn_mask is not None and a.attn_mask.shape[1] > 1:
-        # A tile has all heads that share keys, but this list describes only one head of the mask.
+        # A tile of this kernel has queries of all heads that share keys. A list of blocks cannot be
+        # used then, because the mask and its list differ from head to head.
         a = replace(a, mask_blocks=None)
     else:
         a = yield from _with_list(a, target)
@@ -116,8 +117,8 @@ def _decode(
 def _decode_kernel(
     problem: CacheProblem, sizes: AttentionSizes, target: Target, config: DecodeConfig | None
 ) -> tuple[DecodeConfig, Statics, Statics]:
-    """Returns the tiles (`config`, if it is given), the constants of the attention kernel, and the
-    constants of the kernel that merges its parts."""
+    """Returns the tile sizes (`config`, if it is given), the constants of the attention kernel, and
+    the constants of the kernel that merges the parts of the keys."""
     config = config or decode_config(problem, sizes, target)
     shared = Statics(
         problem,
@@ -166,7 +167,7 @@ def _prefill(
 def _prefill_kernel(
     problem: CacheProblem, target: Target, config: PrefillConfig | None
 ) -> tuple[PrefillConfig, Statics]:
-    """Returns the tiles (`config`, if it is given) and the constants of the kernel."""
+    """Returns the tile sizes (`config`, if it is given) and the constants of the kernel."""
     config = config or prefill_config(problem, target)
     return config, Statics(config, problem, keys=KEYS, queries=QUERIES)
 
@@ -183,7 +184,8 @@ def with_dense(a: Record, names: Sequence[str]) -> Generator[Step, Any, Record]:
 
 
 def _with_list(a: AttentionArguments, target: Target) -> Generator[Step, Any, Any]:
-    """Returns the call with the list of blocks of its mask, which it computes."""
+    """Returns the call with the list of blocks of its mask. Performs the steps that compute the
+    list, if the call has a mask and no list."""
     if a.attn_mask is None or a.mask_blocks is not None:
         return a
     hides = lowest_hides(a, room(a))

@@ -1,8 +1,9 @@
 """`mask_blocks`: lists, for each tile of queries, the blocks of keys that the mask shows to at
 least one query.
 
-Attention that gets the list reads no other blocks. If all queries of a tile attend to all keys of a
-block, attention does not read the mask there. All layers of a model can share one list.
+Attention that gets the list reads only the blocks in it. If all queries of a tile attend to all
+keys of a block, attention does not read the mask of that block. All layers of a model can share one
+list.
 """
 
 from __future__ import annotations

@@ -22,12 +22,16 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class RopePart:
-    """More columns of queries and keys, for keys that all heads share: q [T, Hq, R] and k [N, P,
-    R], at the same indices as the other columns. They may have any strides, but the last dimension
-    is contiguous. The other columns of a key are then also its value.
+    """The second part of queries and keys, if queries and keys are given in two parts and all heads
+    share the keys. The parts of a query or a key are its first columns and its last columns. The
+    first part of a key is also its value.
 
-    rounding: the rounding of these other columns before they are used; None if they are not
-    rounded.
+    Attributes:
+        q, k: The second part of the queries [T, Hq, R] and of the keys [N, P, R]. A query or a key
+            has the same indices here as in the first part. The tensors may have any strides, but
+            the last dimension is contiguous.
+        rounding: The rounding of the first part of the queries and keys before they are used; None
+            if they are not rounded.
     """
 
     q: torch.Tensor
@@ -69,7 +73,8 @@ def cache_problem(a: AttentionArguments, rope: RopePart | None = None) -> CacheP
 
 
 def cache_values(a: AttentionArguments, sizes: AttentionSizes, rope: RopePart | None) -> Values:
-    """Returns the tensors and numbers of a call, except the result and the tiles."""
+    """Returns the tensors and numbers of a call by the names of the kernel's parameters, except the
+    result and the numbers that depend on the tile sizes."""
     # tanh(y), for y = scale * q @ k^T / softcap, is computed from exp2(2 y log2(e)).
     factor = 2 * a.scale / a.softcap * LOG2E if a.softcap else a.scale * LOG2E
     return {

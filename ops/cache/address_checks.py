@@ -1,4 +1,4 @@
-"""Checks of a cache write that need real memory: aliases and slots.
+"""Checks of a cache write that need real tensors (not fake ones): aliases and slots.
 
 Each check raises ArgumentError. The errors of slots give the index of the token. The checks run on
 the device of the tensors: on a GPU, a check computes there and reads one number back.
@@ -142,7 +142,7 @@ def _check_positions(
     position: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Checks that no position is past the columns of its sequence in the table."""
+    """Checks that `lookup_table` has a column for the position of each token."""
     columns = given(place.lookup_table).shape[1]
     bad, inside = _outside(place, position, columns * page_size)
     if place.indexing == "paged":
@@ -162,7 +162,8 @@ def _check_entries(
     position: torch.Tensor,
     window: CacheWindow,
 ) -> None:
-    """Checks the pages that the tokens need. Other entries of the table may have any values."""
+    """Checks the entries of `lookup_table` that the tokens use: each must be the number of a page.
+    Other entries may have any values."""
     pages, size = window.num_pages, window.page_size
     slot, named = table_slots(place, sequence, position, size)
     entry = slot.div(size, rounding_mode="floor")

@@ -1,8 +1,9 @@
 """The four forms in which the places of the tokens' K and V are given:
 
     flat           slot_mapping[t]
-    per_sequence   page b, offset slot_mapping[s], for token b * S + s
-    block_table    lookup_table[sequence_ids[t], positions[t] // page_size], offset by the remainder
+    per_sequence   page b, offset slot_mapping[s], for token t = b * S + s
+    block_table    page lookup_table[sequence_ids[t], positions[t] // page_size],
+                   offset positions[t] % page_size
     ragged         like block_table; token t of sequence b has the position
                    cache_lengths[b] + t - row_offsets[b]
 
@@ -50,14 +51,16 @@ class CachePlace(Protocol):
     uses these names.
 
     Attributes:
-        slots: One of SLOT_FORMS. It determines which of the tensors below are read. They are int32
-            or int64; with "ragged", they may also be uint32.
-        indexing: One of INDEXINGS.
-        slot_mapping: [T] or [T / num_pages].
-        lookup_table: [B, columns].
-        sequence_ids, positions: [T].
-        row_offsets: [B + 1].
-        cache_lengths: [B].
+        slots: One of SLOT_FORMS. It determines which of the tensors below are read. The tensors are
+            int32 or int64; with "ragged", they may also be uint32.
+        indexing: One of INDEXINGS: the meaning of negative numbers.
+        slot_mapping: With "flat", the slot of each token [T]. With "per_sequence", the offset of
+            each token in its page, the same for all pages [T / num_pages].
+        lookup_table: The pages of each sequence [B, columns].
+        sequence_ids: The sequence of each token [T].
+        positions: The position of each token in its sequence [T].
+        row_offsets: The index of the first token of each sequence, and T at the end [B + 1].
+        cache_lengths: The number of tokens that each sequence has before this call [B].
     """
 
     @property

@@ -1,8 +1,8 @@
 """Checks shared by the ops that write a K and V cache. Each check raises ArgumentError.
 
 Everything is checked before anything is written. The checks of metadata also run on fake tensors
-while a graph is traced. Checks that need real memory are separate: aliases are checked here, and
-slots in `address_checks`.
+while a graph is traced. The checks that need real tensors run separately, from `address_checks`:
+`check_aliases`, which is defined here, and the checks of slots.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CACHE_SCALES = ("k_cache_scale", "v_cache_scale")
 
 @dataclass(frozen=True)
 class HeadValues:
-    """The K or V that an op writes, described before each head is repeated `kv_repeat` times."""
+    """Describes the K or V that an op writes, before each head is repeated `kv_repeat` times."""
 
     num_tokens: Any
     num_kv_heads: Any
@@ -121,7 +121,7 @@ def _check_cache(
 def check_cache_scale(
     op: str, name: str, scale: torch.Tensor | None, heads: Any, device: torch.device
 ) -> None:
-    """Checks the scale of a cache if it is given: one scale for all heads, or one for each head."""
+    """Checks the scale of a cache, if it has one. The scale is one number, or one for each head."""
     if scale is None:
         return
     check_dtype(op, name, scale, (torch.float32,))
@@ -210,8 +210,8 @@ def check_window(
     num_kv_heads: Any,
     head_dim: Any,
 ) -> CacheWindow:
-    """Returns the window, after checking that it has these heads, is inside the base and does not
-    overlap itself. Raises ArgumentError for `argument`."""
+    """Returns the window, after checking that it has `num_kv_heads` heads of `head_dim` columns, is
+    inside the base and does not overlap itself. Raises ArgumentError for `argument`."""
     if len(values) != 9:
         names = ", ".join(CacheWindow.__dataclass_fields__)
         raise ArgumentError(op, argument, f"9 integers ({names})", f"{len(values)} integers")

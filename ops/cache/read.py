@@ -16,8 +16,8 @@ class CacheRead:
         names: The names of the arguments that are caches.
         token_bytes: The bytes of one token of one sequence, in all caches together.
         sequences: The number of sequences.
-        capacity: The largest number of tokens that are read for a sequence: the tokens that it has
-            room for, or the tokens of a sliding window.
+        capacity: The largest number of tokens that are read for a sequence: the tokens that the
+            cache has room for, or the tokens of a sliding window.
         whole: Whether the call always reads `capacity` tokens, however many are present.
         queries: The number of new tokens of a sequence. They are included in the tokens that are
             present.

@@ -70,7 +70,7 @@ def validate(a: AllReduceResidualNormArguments) -> None:
 
 
 def reference(a: AllReduceResidualNormArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """In fp32 (float64 for float64 x), each result rounded once:
+    """Computes, in fp32 (float64 for float64 x), and rounds each result once:
 
         summed = residual + all_reduce(x)
         normed = summed / sqrt(mean(summed²) + norm_eps) * (norm_offset + norm_weight)
@@ -101,7 +101,7 @@ def slower(*, tokens: Any, columns: int, ranks: int) -> str | None:
     most = most_tokens(columns, ranks)
     if most is None or not isinstance(tokens, int) or tokens <= most:
         return None
-    return f"more than {most} tokens of {ranks} ranks: a ring sends less data"
+    return f"more than {most} tokens of {ranks} ranks: the library's ring sends less data"
 
 
 sample_inputs = sampler_of(AllReduceResidualNormArguments, sample_reduce)

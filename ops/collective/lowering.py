@@ -50,7 +50,7 @@ log = logging.getLogger("tilewright")
 
 # Kernels of one rank that failed in this process. Later calls do not try them again.
 _failed: set[KernelSpec] = set()
-# Operands in place of the ranks' shared memory, before that memory exists.
+# Operands that stand for the ranks' shared memory as long as that memory does not exist.
 _SHARED = {"peers": Operand("i64"), "steps": Operand("i32"), "rank": 0}
 _NOT_SHARED = {"peers": None, "steps": None, "rank": None}
 
@@ -58,7 +58,7 @@ _NOT_SHARED = {"peers": None, "steps": None, "rank": None}
 def all_reduce_residual_norm_steps(
     a: Any, target: Target, config: ReduceConfig | None = None
 ) -> Steps:
-    """Performs the steps of a call. config: tiles to use instead of the tiles of the plan."""
+    """Performs the steps of a call. config: tile sizes to use instead of the plan's."""
     tokens, most = a.x.shape[0], most_tokens(a.x.shape[1], a.num_ranks)
     results = ((yield Buffer.like(a.x)), (yield Buffer.like(a.x)))
     if tokens == 0:
@@ -139,7 +139,7 @@ def _launched(step: Launch, summed: bool) -> Any:
 def _through_peers(
     a: Any, results: tuple[torch.Tensor, ...], target: Target, config: ReduceConfig | None
 ) -> Any:
-    """Runs the kernel that uses shared memory and returns its tiles. Returns None if the ranks
+    """Runs the kernel that uses shared memory and returns its tile sizes. Returns None if the ranks
     share no memory."""
     columns, ranks = a.x.shape[1], a.num_ranks
     config = config or reduce_config(columns, ranks)
@@ -152,8 +152,8 @@ def _through_peers(
     peers = Peers(a.group, form, _kind(a), nbytes, config.blocks, step.spec, flags)
     shared: PeerMemory | None = yield from _together(a.group, peers)
     if shared is None:
-        # During a capture, the ranks share no memory. A later call may share memory, and then all
-        # ranks must request it.
+        # During a capture, the ranks share no memory. In a later call, they may share memory, and
+        # all ranks must then request it.
         yield NotRepeatable("the ranks share no memory")
         return None
     memory = {"peers_ptr": shared.addresses, "steps_ptr": shared.sent, "rank": shared.rank}
@@ -173,8 +173,8 @@ def _together(group: str, step: Step) -> Any:
 
 
 def _kind(a: Any) -> str:
-    """Returns the properties in which kernels of one form differ. They are the same on all ranks.
-    Addresses of tensors are not included."""
+    """Returns the properties of a kernel that its form (see `_through_peers`) does not have. The
+    properties are the same on all ranks, because they include no addresses of tensors."""
     weight = "none" if a.norm_weight is None else str(a.norm_weight.dtype)
     return f"norm {weight} {a.norm_eps} {a.norm_offset}"
 

@@ -1,4 +1,4 @@
-"""Activations [T, K] that are stored as e4m3 codes. They stand for these numbers:
+"""Activations [T, K] that are stored as e4m3 codes. The codes x stand for these numbers:
 
     x[t, k] * x_scale[t, k // 128]
 
@@ -27,8 +27,9 @@ from tilewright.ops.formats.fp8_block import BLOCK, E4M3_MAX
 from tilewright.ops.formats.quantized_weight import expand_blocks
 from tilewright.ops.groups import ArgumentGroup
 
-#: The dtype of the codes, and the number of columns that share a scale.
+#: The dtype of the codes of activations.
 ACTIVATION_CODES = torch.float8_e4m3fn
+#: The number of columns that share a scale of activations.
 ACTIVATION_BLOCK = BLOCK
 
 
@@ -65,7 +66,7 @@ class RowRounding(ArgumentGroup):
             raise ArgumentError(op, self.named("group"), expected, self.group)
 
     def in_groups(self, x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-        """Returns x [.., K] as [.., K / group, group], in the dtype in which it will be divided."""
+        """Returns x [.., K] as [.., K / group, group], in the dtype in which x will be divided."""
         inner = x.dtype if self.rounded else compute
         return x.to(inner).unflatten(-1, (-1, self.group or x.shape[-1]))
 
@@ -105,7 +106,7 @@ def check_x_scale(op: str, x: torch.Tensor, x_scale: torch.Tensor | None) -> Non
 
 def check_out_dtype(op: str, x_dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
     """Raises ArgumentError unless out_dtype is correct for x. If x has codes, out_dtype must be
-    given. If not, it must be None or x's own dtype."""
+    given. Otherwise, out_dtype must be None or x's own dtype."""
     allowed = FLOAT_DTYPES[:3] if x_dtype == ACTIVATION_CODES else (None, x_dtype)
     if out_dtype not in allowed:
         expected = " or ".join(map(str, allowed))

@@ -1,7 +1,7 @@
 """Static data and operands of kernels that read quantised weights.
 
-Kernels read the stored words in place. If bytes of two nibbles fill whole 32-bit words, they are
-viewed as 32-bit words.
+Kernels read the stored words in place. If nibbles are stored in bytes, and the bytes of a row fill
+whole 32-bit words, the bytes are viewed as 32-bit words.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tilewright.ops.formats.weight import Weight
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import operand
 
-# Kernels read bytes as 32-bit words only if at least this many columns share a scale, or if scales
-# are multiplied in registers.
+# Kernels read bytes as 32-bit words if at least this many columns share a scale. If fewer columns
+# share a scale, kernels do so only if they can multiply by the scales in registers.
 _WORD_COLUMNS = 32
 
 
@@ -35,14 +35,15 @@ def code_words(weights: Sequence[Weight | None]) -> list[torch.Tensor | None]:
 
 
 def dot_words(data: torch.Tensor | None, per: int) -> torch.Tensor | None:
-    """Returns a result of `code_words` in the dtype that dot products read. per: the number of
-    codes in a word. Words of four codes are stored as bytes, and are viewed as 32-bit words."""
+    """Returns `data`, a result of `code_words`, in the dtype that kernels without tensor cores
+    read. per: the number of codes that these kernels read as one word. If it is four, the codes are
+    bytes, and are viewed as 32-bit words."""
     return data.view(torch.int32) if data is not None and per == 4 else data
 
 
 def scales_fill_words(weights: Sequence[Weight | None]) -> bool:
-    """Whether kernels may read bytes as 32-bit words. They may if each scale covers enough columns,
-    or if scales can be multiplied with the numbers in registers."""
+    """Whether the scales allow kernels to read bytes as 32-bit words: each scale covers at least
+    _WORD_COLUMNS columns, or the numbers can be multiplied by the scales in registers."""
     return all(weight is None or _scale_fills_words(weight) for weight in weights)
 
 

@@ -42,7 +42,7 @@ class ExpertWeight(StoredWeight):
 
     Attributes:
         data: The numbers, or the codes as `weight_format` stores them.
-        expert_scale: fp32 [E], one more factor for each expert.
+        expert_scale: One more factor for each expert, fp32 [E].
         bias: [E, N].
     """
 

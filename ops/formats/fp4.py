@@ -15,8 +15,8 @@ from tilewright.ops.formats.quantized_weight import pack_nibbles, unpack_nibbles
 MAX = 6.0
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-# The midpoints of neighbouring magnitudes. A tie is rounded to the even code. At every second
-# midpoint, this is the higher code.
+# The midpoints of neighbouring magnitudes. A tie is rounded to the even code, which is the higher
+# one at every second midpoint.
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
@@ -35,8 +35,7 @@ def encode(x: torch.Tensor) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns the value of each code (uint8 0..15). Every float dtype of 4 or more bits represents
-    it exactly."""
+    """Returns the value of each code (uint8 0..15). The value is exact in every float dtype."""
     table = torch.tensor((*MAGNITUDES, *(-m for m in MAGNITUDES)), dtype=dtype, device=codes.device)
     return table[codes.long()]
 

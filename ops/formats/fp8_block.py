@@ -1,5 +1,5 @@
-"""Block-scaled float8_e4m3fn as in DeepSeek-V3. There is one fp32 scale for 128 columns of an
-activation's row, and one for 128 rows and 128 columns of a weight.
+"""Block-scaled float8_e4m3fn as in DeepSeek-V3. There is one fp32 scale for each 128 columns of a
+row of an activation, and one for each block of 128 rows and 128 columns of a weight.
 
     scale = min(amax, cap) / 448        cap: optional, infinite by default
     code  = e4m3(clamp(x / scale, ±448))        all zeros if 1 / scale is zero or not finite

@@ -32,7 +32,7 @@ class GptqSections:
 
 
 def buffer_rows(hidden: int, group_size: int, has_zp: bool) -> int:
-    """Returns R for a buffer with K = hidden."""
+    """Returns R, the number of rows of a buffer with K = hidden."""
     halves = hidden + 4 * (hidden // group_size) + (hidden // group_size if has_zp else 0)
     return -(-halves // 2)
 

@@ -1,5 +1,5 @@
-"""MXFP4 of the OCP Microscaling specification: E2M1 elements, with one power of two for 32 elements
-along K.
+"""MXFP4 of the OCP Microscaling specification: E2M1 elements, with one scale, a power of two, for
+each 32 elements along K.
 
     value = e2m1(code) * 2 ** (scale - 127)          scale: e8m0 as uint8; 255 is NaN
 

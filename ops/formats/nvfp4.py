@@ -1,5 +1,5 @@
-"""NVFP4: E2M1 elements, with one e4m3 scale for 16 elements along K and one fp32 factor for each
-tensor.
+"""NVFP4: E2M1 elements, with one e4m3 scale for each 16 elements along K, and one fp32 factor for
+the whole tensor.
 
     value = e2m1(code) * scale[k // 16] / tensor_scale
 
@@ -10,9 +10,9 @@ approximate reciprocal). Therefore the results are the same on every device:
     scale = e4m3((tensor_scale * amax) / 6)         nearest even, saturating at 448; stored
     code  = e2m1(x * (tensor_scale / scale))        0 where the stored scale is 0
 
-If the scale of a block rounds to zero, the whole block is zeros, because its elements are below the
-format's resolution. NaN and infinities in x saturate. In the 128x4 layout, rows and scales past the
-data are zero.
+If the scale of a block rounds to zero, the whole block becomes zeros, because its elements are
+below the format's resolution. NaN and infinities in x saturate. In the 128x4 layout of scales
+(`ops.formats.scale_layout`), the scales of rows and columns past the data are zero.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def dequantize(
 ) -> torch.Tensor:
     """Returns x [..., K] from packed [..., K/2] and row-major scales [..., K/16].
 
-    If tensor_scale is 1, the result is exact in bfloat16 and wider dtypes, because it has 2 + 4
-    significant bits. The sign of a scale is ignored, because the tensor core ignores it too.
+    If tensor_scale is 1, the result is exact in bfloat16 and wider dtypes, because the product of a
+    code (2 significant bits) and a scale (4 significant bits) has at most 6 of them. The sign of a
+    scale is ignored, because the tensor core ignores it too.
     """
     wide = torch.promote_types(dtype, torch.float32)
     values = fp4.decode(fp4.unpack(packed), wide).unflatten(-1, (-1, BLOCK))

@@ -167,8 +167,9 @@ _Term = tuple[Any, Any, Any]
 
 
 def _may_meet(terms: list[_Term], target: Any) -> bool:
-    """Whether some choice of steps sums to `target`. This solves a bounded linear equation,
-    beginning with the largest stride. For nested axes, each level has one or two candidates."""
+    """Whether `target` can be the sum of one multiple of each term's stride, with the multiples
+    within the bounds of the terms. The search begins with the largest stride. For nested axes, each
+    stride has only one or two multiples to try."""
     if not isinstance(target, int) or not all(isinstance(term[0], int) for term in terms):
         return True
     ordered = sorted((term for term in terms if term[0] > 0), reverse=True, key=lambda t: t[0])
@@ -198,8 +199,9 @@ def _reachable(terms: list[_Term], target: int, budget: list[int]) -> bool:
 
 
 def axes_nest(window: CacheWindow) -> bool:
-    """Whether different indices always give different elements: each stride is larger than the
-    extent of all axes inside it. The result is False only if this is known not to hold."""
+    """Whether different indices always give different elements, because each stride is larger than
+    the extent of all axes with smaller strides. The result is False only if this is known not to
+    hold."""
     axes = [
         (stride, size)
         for size, stride in zip(window.shape, window.strides, strict=True)
@@ -216,6 +218,6 @@ def axes_nest(window: CacheWindow) -> bool:
 
 
 def slot_limit(window: CacheWindow, slots: str) -> Any:
-    """Returns the end of the range of slots. Flat slots count through the whole cache. Slots per
-    sequence count within a page."""
+    """Returns the number of slots that a number in `slot_mapping` can name. With the form "flat",
+    slots are numbered through the whole cache; with "per_sequence", within a page."""
     return window.page_size if slots == "per_sequence" else window.capacity

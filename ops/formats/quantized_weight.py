@@ -1,9 +1,10 @@
-"""Codes of 4 or 8 bits in stored elements, and values that blocks of a weight share.
+"""Conversions of quantised weights: packs and unpacks codes of 4 bits, and expands the values that
+the elements of a block share.
 
 A nibble is an unsigned code 0..15. A word has two nibbles (uint8) or eight (int32). `order` gives
-their places: with `per` nibbles in a word, element `i * per + j` is at bits `4 * order[j]` of word
-i. AWQ's int32 words have the order [0, 4, 1, 5, 2, 6, 3, 7]. All other formats have ascending
-order.
+the places of the nibbles: with `per` nibbles in a word, element `i * per + j` begins at bit
+`4 * order[j]` of word i. AWQ's int32 words have the order [0, 4, 1, 5, 2, 6, 3, 7]. All other
+formats have ascending order.
 """
 
 from __future__ import annotations
@@ -62,5 +63,5 @@ def expand_blocks(blocks: torch.Tensor, shape: Sequence[int], block: Sequence[in
 
 
 def zeros_are_packed(zero: torch.Tensor, rows: int, block: Sequence[int]) -> bool:
-    """Whether int32 zeros are words that hold the zeros of eight rows, according to their shape."""
+    """Whether each int32 word of `zero` holds the zeros of eight rows, as its shape shows."""
     return zero.dtype == torch.int32 and zero.shape[0] * 8 * block[0] == rows

@@ -22,12 +22,14 @@ class CodedCase:
 
     Attributes:
         dtype: The dtype of the values.
-        weight_format, scale_block, nibble_order, zero_point: As in `Weight`.
-        words: The dtype that nibbles are packed in; uint8 for unsigned 8-bit codes.
+        weight_format, scale_block, nibble_order, zero_point: The fields of `Weight` with the same
+            names.
+        words: The dtype of the words in which nibbles are packed. For the format "int8", uint8
+            makes the codes unsigned.
         zeros: "none", "float", "int" (an integer for each scale) or "packed" (in words of eight
             rows).
-        scale_dtype: The dtype of the scales of nibbles. If it is None, `dtype`, or the first dtype
-            that the format allows.
+        scale_dtype: The dtype of the scales of nibbles. If it is None, the scales have `dtype`, or
+            the first dtype that the format allows.
         factor: Whether each weight has a factor of about `_FACTOR`.
     """
 

@@ -2,7 +2,8 @@
 
 The layout has blocks of 128 rows and 4 scales along K. A block is 512 contiguous bytes, in which
 the scale of row r and column c is at byte (r % 32) * 16 + (r // 32) * 4 + c. cuBLAS and
-`torch.nn.functional.scaled_mm` with SWIZZLE_32_4_4 use this order. As a tensor:
+`torch.nn.functional.scaled_mm` with SWIZZLE_32_4_4 use this order. The scales of a product A @ B
+(activations and weights) are tensors of these shapes:
 
     A side  [blocks, ceil(C/4), 32, 4, 4]                5-D; C scales along K
     B side  [E, ceil(N/128), ceil(C/4), 32, 4, 4]        6-D; each expert padded to 128 rows

@@ -99,18 +99,20 @@ class StoredWeight(ArgumentGroup):
 class Weight(StoredWeight):
     """A weight [N, K], or [..., D, K] in heads, with its scales, zeros and bias.
 
-    - `data`: the numbers of a dense weight, or the stored codes. weight_format determines its form:
-    - `"dense"`: numbers.
-    - `"int8"` (int8 or uint8), `"fp8"` (float8_e4m3fn): codes with any strides.
-    - `"int4_k"`: nibbles packed along K, [.., K / 2] uint8 or [.., K / 8] int32, with any strides.
-    - `"int4_k_offset"`: like int4_k, but the zero is a float that is added after the multiplication
-      by the scale.
-    - `"nvfp4"`, `"mxfp4"`: 4-bit E2M1 floats, [.., K / 2] uint8. The low nibble has the even
-      column.
-    - `"nf4"`, `"fp4"`: nibbles that stand for the 16 numbers of a table (`codegen.formats.TABLES`),
-      [.., K / 2] uint8.
-    - `"int4_n"`: nibbles packed along the rows of a head, [.., D / 2, K] uint8 or [.., D / 8, K]
-      int32, with any strides.
+    - `data`: the numbers of a dense weight, or the stored codes. weight_format determines the form
+      of `data`:
+        - `"dense"`: numbers.
+        - `"int8"` (int8 or uint8), `"fp8"` (float8_e4m3fn): codes with any strides.
+        - `"int4_k"`: nibbles packed along K, [.., K / 2] uint8 or [.., K / 8] int32, with any
+          strides.
+        - `"int4_k_offset"`: like int4_k, but the zero is a float that is added after the
+          multiplication by the scale.
+        - `"nvfp4"`, `"mxfp4"`: 4-bit E2M1 floats, [.., K / 2] uint8. The low nibble has the even
+          column.
+        - `"nf4"`, `"fp4"`: nibbles that stand for the 16 numbers of a table
+          (`codegen.formats.TABLES`), [.., K / 2] uint8.
+        - `"int4_n"`: nibbles packed along the rows of a head, [.., D / 2, K] uint8 or [.., D / 8,
+          K] int32, with any strides.
 
     A code stands for (code - zero) * scale. In int4_k_offset, it stands for (code - zero_point) *
     scale + zero.
@@ -118,13 +120,14 @@ class Weight(StoredWeight):
     - `scale` [ceil(N / bn), ceil(K / bk)] with scale_block = [bn, bk]: any float dtype; for nvfp4
       also float8_e4m3fn, and for mxfp4 e8m0 as uint8. A block as large as the weight is one scale
       for the whole tensor. For 4-bit codes, bk divides K.
-    - `zero`: the zero of a code is zero_point plus `zero`, if that is given. It has the shape of
-      the scales, or is int32 words of eight rows [N / (8 bn), K / bk].
+    - `zero`: the zero of a code is zero_point, plus `zero` if `zero` is given. `zero` has the shape
+      of the scales, or consists of int32 words that hold the zeros of eight rows, [N / (8 bn), K /
+      bk].
     - `nibble_order`: the place of each code in a word, as in `ops.formats.quantized_weight`; empty
       for ascending order.
     - `bias`: [N] or [..., D].
-    - `factor`: float32, one number of any shape that multiplies the whole weight. If it is None,
-      the factor is 1.
+    - `factor`: a float32 tensor with one element, by which the whole weight is multiplied. If it is
+      None, the factor is 1.
     """
 
     zero: torch.Tensor | None = None
@@ -223,8 +226,8 @@ class Weight(StoredWeight):
         rows: Any = None,
         bias_dtypes: Sequence[torch.dtype] = (),
     ) -> None:
-        """Checks a weight [N, K] of x [T, K], with its scales, zeros and bias. It may have any
-        strides.
+        """Checks a weight [N, K] of x [T, K], with its scales, zeros and bias. The weight may have
+        any strides.
 
         bias_dtypes: the allowed dtypes of the bias; by default x's dtype and float32.
         """

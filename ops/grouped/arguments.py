@@ -31,7 +31,8 @@ class GroupedMatmulArguments:
     - `x_scale` fp32 [M, ceil(K/128)]: the scales of x, if x has float8_e4m3fn codes. The weights
       must then have the format "fp8" with blocks of 128 columns.
 
-    The result is [M, N] of out_dtype. If that is None, it is x's dtype, or bfloat16 if x has codes.
+    The result is [M, N]. Its dtype is out_dtype. If out_dtype is None, the result has x's dtype, or
+    bfloat16 if x has codes.
     """
 
     x: torch.Tensor

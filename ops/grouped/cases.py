@@ -22,12 +22,16 @@ class GroupedCase:
         name: The name of the case.
         sizes: The number of rows of each group.
         ids: The expert of each group. If it is None, group g has expert g.
-        rows, inner, num_experts: The op's sizes N and K, and the number E of experts.
+        rows: The number of rows of each weight, N.
+        inner: The number of columns of x and of each weight, K.
+        num_experts: The number of experts, E.
         spare: The number of rows that belong to no group.
-        dtype, weight_format, bias: The dtype of x, and the form of the weights.
+        dtype: The dtype of x.
+        weight_format: The argument of the op.
+        bias: Whether the call has a bias.
         end_offsets: Whether offsets are ends, as in torch.
         transposed: Whether weights are stored as [E, K, N].
-        out_dtype: The op's argument.
+        out_dtype: The argument of the op.
         index: The dtype of offsets and ids.
         coded_rows: Whether x has float8_e4m3fn codes.
     """

@@ -37,8 +37,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 def _chosen(
     problem: GroupedProblem, num_rows: int, target: Target, plan: GroupedPlan | None
 ) -> tuple[GroupedPlan, Statics | None, tuple[Kernel, Statics]]:
-    """Returns, for up to `num_rows` rows: the plan, the constants of the kernel that dequantises
-    the weights first (or None), and the GEMM. plan: a plan to use instead of the planner's."""
+    """Returns a triple for up to `num_rows` rows: the plan, the constants of the kernel that
+    dequantises the weights first (None if there is no such kernel), and the GEMM's kernel with its
+    constants. plan: a plan to use instead of the planner's."""
     plan, decode = plan or plan_grouped(problem, num_rows, target), None
     if plan.decode is not None:
         decode = dequantize_statics(problem, plan.decode)
@@ -51,8 +52,8 @@ def grouped_matmul_steps(
 ) -> Steps:
     """Performs the steps of a call. plan: a plan to use instead of the planner's."""
     result = Buffer((a.x.shape[0], a.weight.shape[1]), a.result_dtype)
-    # One weight may be copied. The weights of a mixture are not copied, because two or three copies
-    # could fill the GPU's memory.
+    # This op copies its weight if TMA cannot read it. `fused_moe` does not copy its two or three
+    # weights, because the copies could fill the GPU's memory.
     if not (is_aligned(a.x) and is_aligned(a.weight)):
         a = replace(a, x=_for_tma(a.x), weight=_for_tma(a.weight))
         obstacle = unsupported(a)  # a copy has other strides

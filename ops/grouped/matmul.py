@@ -87,12 +87,12 @@ def fake(a: GroupedMatmulArguments) -> torch.Tensor:
 
 
 def reference(a: GroupedMatmulArguments) -> torch.Tensor:
-    """In fp32 (float64 for float64 x), for the rows m of group g and its expert e = expert_ids[g]:
+    """Computes, in fp32 (float64 for float64 x), for each row m of group g:
 
         out[m] = x[m] @ weight[e]^T + bias[e]
 
-    Quantised x and weights are dequantised first. Rows of expert -1, and rows that belong to no
-    group, are set to zero.
+    e = expert_ids[g] is the expert of group g. Quantised x and weights are dequantised first. Rows
+    of expert -1, and rows that belong to no group, are set to zero.
     """
     given = a.x.dtype if a.x_scale is None else a.x_scale.dtype
     compute = torch.promote_types(given, torch.float32)

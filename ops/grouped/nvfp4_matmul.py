@@ -172,14 +172,14 @@ def fake(a: Nvfp4MatmulArguments) -> torch.Tensor:
 
 
 def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
-    """In fp32, for the rows t of group g and its expert e = expert_ids[g]:
+    """Computes, in fp32, for each row t of group g:
 
         A[t, k] = e2m1(a[t, k]) * |a_scales[t, k // 16]|
         B[n, k] = e2m1(b[e, n, k]) * |b_scales[e, n, k // 16]| * expert_scales[e]
         out[t] = A[t] @ B^T
 
-    Rows of expert -1, and rows that belong to no group, are set to zero. If expert_scales is
-    float64, everything is computed in float64.
+    e = expert_ids[g] is the expert of group g. Rows of expert -1, and rows that belong to no group,
+    are set to zero. If expert_scales is float64, everything is computed in float64.
     """
     compute = a.expert_scales.dtype
     num_rows, columns = a.a.shape[0], 2 * a.a.shape[1] // nvfp4.BLOCK
@@ -202,7 +202,8 @@ def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
 def _chosen(
     max_groups: int, num_rows: int, target: Target, config: GemmConfig | None, scaled: bool
 ) -> tuple[GemmConfig, Statics]:
-    """Returns the tiles (`config`, if it is given) and the constants, for up to `num_rows` rows."""
+    """Returns the tile sizes (`config`, if it is given) and the constants of the kernel, for up to
+    `num_rows` rows."""
     config = config or nvfp4_config(max_groups, num_rows, target)
     return config, nvfp4_statics(max_groups, config, block_scaled=scaled)
 
@@ -216,8 +217,8 @@ def grouped_nvfp4_steps(
 ) -> Steps:
     """Performs the steps of a call.
 
-    config: tiles to use instead of the planner's. block_scaled: whether the tensor core multiplies
-    NVFP4 directly. If it is None, the target determines it.
+    config: the tile sizes to use instead of the planner's. block_scaled: whether the tensor core
+    multiplies NVFP4 directly. If it is None, the tensor core does so if the target supports it.
     """
     a = _aligned(a)
     out = yield Buffer.like(fake(a))
@@ -265,8 +266,10 @@ class Nvfp4Case:
 
     Attributes:
         name: The name of the case.
-        sizes, ids: The number of rows of each group, and its expert.
-        rows, inner: The number of rows and columns of the weights, N and K.
+        sizes: The number of rows of each group.
+        ids: The expert of each group.
+        rows: The number of rows of each weight, N.
+        inner: The number of columns of each weight, K.
         num_experts: The number of experts.
         spare: The number of rows that belong to no group.
         dtype: The dtype of the result.

@@ -1,8 +1,8 @@
 """`quantize_nvfp4`: quantises rows to NVFP4, with the scales in the layout that the tensor core
 reads.
 
-ops.formats.nvfp4 defines the order of operations, so the results are the same to the bit. The
-results are the arguments `a` and `a_scales` of `grouped_matmul_dynamic_scaled_nvfp4`.
+ops.formats.nvfp4 defines the order of operations, so every device returns the same bits. The
+results can be passed as `a` and `a_scales` to `grouped_matmul_dynamic_scaled_nvfp4`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ class QuantizeNvfp4Arguments:
     - `x` [T, K]: the rows.
     - `group_offsets` int [G + 1]: exclusive offsets, as the grouped GEMM expects them. If it is
       None, all rows are one group.
-    - `tensor_scales` fp32 [G] (for one group, [1]): positive numbers. If it is None, all of them
-      are 1.
+    - `tensor_scales` fp32 [G]: one positive number for each group. Without group_offsets, the shape
+      is [1]. If it is None, all scales are 1.
 
     The results are packed codes uint8 [T, K/2], and scales float8_e4m3fn [S, ceil(K/64), 32, 4, 4],
     in which every group has its own blocks (ops.formats.scale_layout; `group_scale_offsets` returns
     their deltas). S is ceil(T/128) without group_offsets, and ceil(T/128) + G with them. Rows that
-    belong to no group have zero codes and no scales. Scales past the data are zero.
+    belong to no group have zero codes and no scales. Scales that belong to no row or column of x
+    are zero.
     """
 
     x: torch.Tensor
@@ -95,12 +96,12 @@ def fake(a: QuantizeNvfp4Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference(a: QuantizeNvfp4Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """In fp32 with IEEE division, for each row's blocks of 16 columns; s is its tensor scale:
+    """Computes, in fp32 with IEEE division, for each block of 16 columns of a row:
 
         scale = e4m3(s * max |x of the block| / 6)        nearest even, at most 448
         code = e2m1(x * (s / scale))                      0 where scale is 0
 
-    x is then approximately code * scale / s.
+    s is the tensor scale of the row's group. x is then approximately code * scale / s.
     """
     if a.x.numel() == 0:
         packed, scales = fake(a)

@@ -20,12 +20,15 @@ class LoraCase:
         rows: How adapters are given: "single" (one adapter), "rows" (an id for each row, in any
             order), "sequences" (an id for each of num_sequences), "groups" (offsets and ids) or
             "ends" (inclusive offsets; group g has adapter g).
-        num_rows, num_sequences: The numbers of rows and sequences.
-        sizes, ids: The number of rows of each group, and its adapter. For "groups" and "ends",
-            sizes also determine the number of rows.
+        num_rows: The number of rows.
+        num_sequences: The number of sequences, for "sequences".
+        sizes: The number of rows of each group. For "groups" and "ends", the sizes determine the
+            number of rows, and num_rows is not used.
+        ids: The adapter of each group.
         spare: The number of rows that belong to no group.
         base_rows: The number of rows of the batch after the M rows that may have adapters.
-        num_adapters, hidden: The number G of adapters, and the number K of columns of `a`.
+        num_adapters: The number of adapters, G.
+        hidden: The number of columns of `a`, K.
         ranks: The ranks of q, k and v; 0 for a projection without an adapter.
         widths: The numbers of columns of q, k and v.
         layout: "stacked" (b [G, 3N, K]), "separate" or "transposed" ([G, K, R] viewed as [G, R,
@@ -33,8 +36,9 @@ class LoraCase:
         bases: Which of q, k and v have a base: "all", "none", "q" or "packed" (they are parts of
             one tensor).
         scale: How deltas are scaled: "none", "number", "each" or "adapter".
-        packed: As in the op.
-        dtype, index_dtype: The dtypes of the values and of the indices.
+        packed: The argument of `lora_expand_add`.
+        dtype: The dtype of the values.
+        index_dtype: The dtype of the offsets and ids.
         none_every: If it is not 0, a row has no adapter if this number divides the row's index.
     """
 

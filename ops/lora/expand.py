@@ -43,7 +43,7 @@ class ExpandArguments:
     adapters. A projection has W columns.
 
     - `s` [P, M, N], with a contiguous last dimension: the result of `shrink_qkv_permute_3mn`. It
-      has a plane for each weight that is given.
+      has one plane [M, N] for each weight that is given.
     - `q_weight`, `k_weight`, `v_weight` [G, W, R] with R <= N, and with any strides; None for a
       projection without an adapter. Weights and bases have s's dtype.
     - `q`, `k`, `v` [T, W], with a contiguous last dimension: the bases, to which the deltas are
@@ -55,8 +55,9 @@ class ExpandArguments:
     - `packed`: whether the first result is [T, W_q + W_k + W_v], with the columns of q, k and v
       side by side. The other results then have shape [0].
 
-    The results are [T, W] for q, k and v. If there is no weight, a result is a copy of the base. If
-    there is no base either, it has shape [0]. Bad values raise errors as in ShrinkArguments.
+    The results are [T, W] for q, k and v. The result of a projection without a weight is a copy of
+    its base. The result of a projection without a weight and without a base has shape [0]. Bad
+    values raise errors as in ShrinkArguments.
     """
 
     s: torch.Tensor
@@ -167,12 +168,12 @@ def fake(a: ExpandArguments) -> Outputs:
 
 
 def reference(a: ExpandArguments) -> Outputs:
-    """In fp32 (float64 for float64 s), for each projection p (q, k or v), row t and its adapter e:
+    """Computes, in fp32 (float64 for float64 s), for each projection p (q, k or v) and row t:
 
         out_p[t] = base_p[t] + scale_p * scales[e] * (s[p, t, :R] @ weight_p[e]^T)
 
-    base_p is the argument `q`, `k` or `v` (0 if it is None). weight_p is `q_weight`, `k_weight` or
-    `v_weight`. A row without an adapter equals its base.
+    e is the adapter of row t. base_p is the argument `q`, `k` or `v` (0 if it is None). weight_p is
+    `q_weight`, `k_weight` or `v_weight`. A row without an adapter equals its base.
     """
     outputs = fake(a)
     widths = a.widths

@@ -1,5 +1,6 @@
-"""The CUDA lowerings of the LoRA ops. Each op has one kernel. If there are many rows in any order,
-another kernel sorts them first. If all rows have one adapter, a library's product may be faster."""
+"""The CUDA lowerings of the LoRA ops. Each op has one kernel. If there are many rows whose adapters
+are in any order, another kernel sorts the rows first. If all rows have the same adapter, a library
+multiplies them where that is faster."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ Values = dict[str, Any]
 
 
 def shrink_steps(a: ShrinkArguments, target: Target, config: ShrinkConfig | None = None) -> Steps:
-    """Performs the steps of a `shrink_qkv_permute_3mn` call. config: the tiles of the kernel. If it
-    is None, the plan chooses the tiles, or a library's product."""
+    """Performs the steps of a `shrink_qkv_permute_3mn` call. config: the tile sizes of the kernel.
+    If it is None, the plan chooses the tile sizes, or decides that a library computes the call."""
     out = yield Buffer(result_shape(a), a.a.dtype)
     if out.numel() == 0:
         return Outcome(out, *NOTHING)
@@ -76,8 +77,8 @@ def shrink_steps(a: ShrinkArguments, target: Target, config: ShrinkConfig | None
 def _chosen(
     problem: ShrinkProblem, num_rows: int, target: Target, config: ShrinkConfig | None
 ) -> tuple[ShrinkConfig, Statics]:
-    """Returns the tiles for up to `num_rows` rows (`config`, if it is given), and the constants of
-    the kernel."""
+    """Returns the tile sizes (`config`, if it is given) and the constants of the kernel, for up to
+    `num_rows` rows."""
     config = config or plan_shrink(problem, num_rows, target)
     constants = {**problem.constants, "COLUMNS": tile_columns(problem, config)}
     if isinstance(config, TiledShrink):
@@ -86,7 +87,8 @@ def _chosen(
 
 
 def _weight_values(a: ShrinkArguments) -> Values:
-    """Returns the first weight, and the distances of the other weights from it, in elements."""
+    """Returns the first weight, and the number of elements from its address to the address of each
+    other weight, by the names of the kernel's parameters."""
     first, *others = [weight for weight in a.weights if weight is not None]
     apart = [(w.data_ptr() - first.data_ptr()) // w.element_size() for w in others]
     second, third = (*apart, None, None)[:2]
@@ -94,8 +96,8 @@ def _weight_values(a: ShrinkArguments) -> Values:
 
 
 def expand_steps(a: ExpandArguments, target: Target, config: ExpandConfig | None = None) -> Steps:
-    """Performs the steps of a `lora_expand_add` call. config: the tiles of the kernel. If it is
-    None, the plan chooses them."""
+    """Performs the steps of a `lora_expand_add` call. config: the tile sizes of the kernel. If it
+    is None, the plan chooses them."""
     outputs = []
     for shape in result_shapes(a):
         outputs.append((yield Buffer(shape, a.s.dtype)))
@@ -118,8 +120,9 @@ def expand_steps(a: ExpandArguments, target: Target, config: ExpandConfig | None
 def _projections(
     a: ExpandArguments, outputs: tuple[torch.Tensor, ...]
 ) -> tuple[Values, dict[str, Any]]:
-    """Returns the tensors of q, k and v, and for each projection its width, rank, factor and plane
-    of s. For a projection without a result, the tensors are None and the numbers are 0."""
+    """Returns two dicts: the tensors of q, k and v (base, weight and output), and the width, rank,
+    factor and plane of s of each projection. For a projection without a result, the tensors are
+    None, its factor is 1, and the other numbers are 0."""
     targets = outputs[0].split(list(a.widths), dim=1) if a.packed else outputs
     values: Values = {}
     parts: list[tuple[int, int, float, int]] = []
@@ -143,7 +146,8 @@ def _projections(
 def _row_values(
     a: Any, counts: RowCounts, form: RowForm, target: Target
 ) -> Generator[Step, Any, Values]:
-    """Returns the tensors and counts of the rows. If the form is "sorted", sorts the rows first."""
+    """Returns the kernel arguments that give the adapter of each row. If the form is "sorted", also
+    sorts the rows by adapter."""
     values = row_values(a, counts, form)
     if form.addressing != "sorted":
         return values
@@ -206,7 +210,7 @@ def library_steps(
 
 
 def _matrices(a: ShrinkArguments) -> list[torch.Tensor]:
-    """Returns the weights [R, K] of q, k and v that are given. There is only one adapter."""
+    """Returns the given weights of q, k and v as matrices [R, K], if there is only one adapter."""
     return [weight[0] for weight in a.weights if weight is not None]
 
 

@@ -13,12 +13,13 @@ from tilewright.ops.lora.rows import num_groups
 from tilewright.ops.lora.shrink import ShrinkArguments
 from tilewright.ops.runtime.operands import operand
 
-# If a sequence has at least this many rows, a last tile that is partly empty costs little.
+# If a sequence has at least this many rows, kernels divide each sequence into tiles of its own. The
+# last tile of a sequence may be partly empty, which costs little in long sequences.
 LONG_SEQUENCE = 64
 
 
 def row_counts(a: Any, num_rows: int, total_rows: int) -> RowCounts:
-    """Returns the numbers of rows of a call. This works for both LoRA ops."""
+    """Returns how many rows, groups and rows per id a call has. Both LoRA ops use this function."""
     ids = a.expert_ids
     alone = ids is not None and a.a_offsets is None and num_rows
     return RowCounts(
@@ -45,12 +46,12 @@ def row_form(a: Any, counts: RowCounts, num_adapters: int) -> RowForm:
         return RowForm("rows", num_adapters, ids, one_each=one_each, groups=groups, rows=rows)
     if counts.rows_per_id >= LONG_SEQUENCE:
         return RowForm("sequences", num_adapters, ids, one_each=one_each)
-    ends = Operand("i32")  # of the sorted rows
+    ends = Operand("i32")  # the end of each adapter's rows, after sorting
     return RowForm("sorted", num_adapters, ids, ends, True, one_each, groups)
 
 
 def row_values(a: Any, counts: RowCounts, form: RowForm) -> dict[str, Any]:
-    """Returns the tensors and counts of the rows, by the names of the kernel's parameters."""
+    """Returns the kernel arguments that give the adapter of each row, by parameter name."""
     return {
         "ids": contiguous(a.expert_ids) if form.ids else None,
         "offsets": contiguous(a.a_offsets) if form.offsets else None,

@@ -3,14 +3,14 @@ in the forms that engines and models use.
 
     a_offsets   expert_ids
     none        none          all rows have one adapter
-    none        [B]           row m has adapter expert_ids[m // (M / B)]: with B = M, every row has
-                              its own; with fewer, every sequence of M / B rows has one
+    none        [B]           row m has adapter expert_ids[m // (M / B)]. If B = M, each row has
+                              its own id; otherwise, each sequence of M / B rows has one
     [n + 1]     [>= n]        rows [a_offsets[g], a_offsets[g + 1]) have adapter expert_ids[g]
     [n + 1]     none          group g has adapter g
 
-With `inclusive_offsets`, a_offsets has only the n ends (torch's `offs`). `num_active_experts` is
-the number of groups, if the vectors are longer. A row has no adapter if its id is -1, or if it
-belongs to no group.
+With `inclusive_offsets`, a_offsets has only the end of each group, [n] (torch's `offs`). If
+`num_active_experts` is given, it is the number of groups, and later elements of the vectors are not
+read. A row has no adapter if its id is -1, or if it belongs to no group.
 """
 
 from __future__ import annotations

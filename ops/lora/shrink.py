@@ -1,7 +1,7 @@
 """`shrink_qkv_permute_3mn`: the first half of multi-LoRA on an attention layer's projections.
 
 All projections are computed in one pass over `a`, and stored as planes. Modular MAX has an op of
-the same name. It does not write rows without an adapter; here, they are set to zero.
+the same name, which does not write rows without an adapter. This op sets such rows to zero.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class ShrinkArguments:
     - `a` [M_a, K] with M_a >= M, and with a contiguous last dimension.
     - `b` [G, 3N, K]: the rows of q, then k, then v.
     - `q_weight`, `k_weight`, `v_weight` [G, R, K]: some or all of the three weights, instead of
-      `b`. Their ranks may differ. Weights have a's dtype and any strides, so that transposed
-      weights and parts of one stack can be passed as views. An adapter of a lower rank has rows of
-      zeros.
+      `b`. Their ranks R may differ. Weights have a's dtype and any strides, so that transposed
+      weights and parts of one stack can be passed as views. If an adapter has a lower rank than R,
+      its other rows are zeros.
     - `a_offsets`, `expert_ids`, `inclusive_offsets`, `num_active_experts`: the rows of each
       adapter, as in ops.lora.rows.
     - `num_rows`: M. If it is None, M = M_a.
 
-    The result is [P, M, N] of a's dtype. It has a plane for each weight that is given, in the order
-    q, k, v. N is the largest rank, and columns past a smaller rank are zero. Bad values are offsets
-    that decrease or exceed M, and adapters that do not exist. They raise ArgumentError if they are
-    on the CPU, and if they are on a GPU with TILEWRIGHT_DEBUG=1. Otherwise, their rows have no
-    adapter.
+    The result is [P, M, N] of a's dtype. It has one plane [M, N] for each weight that is given, in
+    the order q, k, v. N is the largest rank, and columns past a smaller rank are zero. Bad values
+    are offsets that decrease or exceed M, and adapters that do not exist. Bad values raise
+    ArgumentError if they are on the CPU, and if they are on a GPU with TILEWRIGHT_DEBUG=1.
+    Otherwise, the rows that such a value belongs to have no adapter.
     """
 
     a: torch.Tensor
@@ -130,12 +130,12 @@ def fake(a: ShrinkArguments) -> torch.Tensor:
 
 
 def reference(a: ShrinkArguments) -> torch.Tensor:
-    """In fp32 (float64 for float64 a), for each projection p (q, k or v), row m and its adapter e:
+    """Computes, in fp32 (float64 for float64 a), for each projection p (q, k or v) and row m:
 
         out[p, m] = a[m] @ weight_p[e]^T
 
-    weight_p is `q_weight`, `k_weight` or `v_weight`, or a third of `b`. A row without an adapter is
-    zero.
+    e is the adapter of row m. weight_p is `q_weight`, `k_weight` or `v_weight`, or a third of `b`.
+    A row without an adapter is zero.
     """
     out = fake(a).zero_()
     compute = torch.promote_types(a.a.dtype, torch.float32)

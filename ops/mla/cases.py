@@ -16,18 +16,25 @@ class LatentCase:
 
     Attributes:
         name: The name of the case.
-        new_tokens, cached_tokens: The numbers of new and of cached tokens of each sequence.
-        rank, rope_dim: The widths of a latent and of a rope key.
+        new_tokens: The number of new tokens of each sequence.
+        cached_tokens: The number of tokens of each sequence that are already in the cache.
+        rank: The width of a latent.
+        rope_dim: The width of a rope key.
         dtype: The dtype of the values.
         pool: The form of the cache: "joint" ([P, S, L + R]), "layers" (one layer of [P, 1, 3, S, 1,
             L + R]), "pair" (two pools) or "static" (two StaticCache tensors [B, 1, S, .], with a
             page for each sequence; all sequences have the same new_tokens and cached_tokens).
-        num_pages, page_size: The sizes of the cache.
-        slots: As in ops/cache/addressing.py.
+        num_pages: The number of pages of the cache.
+        page_size: The number of tokens of a page.
+        slots: The form in which the places of tokens are given, as in ops/cache/addressing.py.
         index_dtype: The dtype of indices.
-        norm, norm_dtype: Whether there is a norm, and the dtype of its weight.
-        rope_style: The op's argument; "none" if there is no rope.
-        table_width, by_position: The form of the tables of cos and sin.
+        norm: Whether there is a norm.
+        norm_dtype: The dtype of the weight of the norm.
+        rope_style: The argument of the op; "none" if there is no rope.
+        table_width: The width of the tables of cos and sin: the "full" rotated width, or "half" of
+            it.
+        by_position: Whether the tables have a row for each position, instead of a row for each
+            token.
         magnitude: A factor of the values.
     """
 
@@ -65,8 +72,9 @@ class PrefillCase(LatentCase):
 
     Attributes:
         num_heads: The number of heads.
-        nope, v_dim: The widths of the unrotated part of a head, and of its values.
-        keys: As in ops/mla/keys.py. With "given", there is no cache.
+        nope: The width of the unrotated part of a head.
+        v_dim: The width of the values of a head.
+        keys: Where the keys are, as in ops/mla/keys.py. With "given", there is no cache.
         runs: Whether all sequences have the same number of queries, and the call has no
             row_offsets.
         ragged_keys: Whether the call has key_offsets. If not, all slots of all pages in the table

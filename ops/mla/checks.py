@@ -38,8 +38,8 @@ def check_weight(op: str, a: UpArguments) -> Any:
 
 
 def check_heads(op: str, a: UpArguments) -> None:
-    """Checks that q [T, H, N + R] has at least one head, and values at least one column. Raises
-    ArgumentError."""
+    """Checks that q [T, H, N + R] has at least one head, and that the values have at least one
+    column. Raises ArgumentError."""
     if not holds(a.q.shape[1] >= 1):
         raise ArgumentError(op, "q", "at least one head", f"shape {shape_text(a.q.shape)}")
     if not holds(a.v_dim >= 1):

@@ -3,7 +3,7 @@ argument `keys` says where they are:
 
     given   rows of this call's latents
     pages   page b of the cache, from its first slot on (a Hugging Face StaticCache)
-    table   lookup_table[b, j // page_size], offset by the remainder, for key j
+    table   page lookup_table[b, j // page_size], offset j % page_size, for key j
     slots   flat slot key_slots[i] of the cache, for the i-th key of all sequences
 
 Keys are the rows of one buffer, one sequence after another. Sequence b has the rows from

@@ -1,4 +1,4 @@
-"""Sample inputs of the MLA ops. They are small and random, for the cases of `cases.py`."""
+"""Sample inputs of the MLA ops for the cases in `cases.py`. The inputs are small and random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of the ops of this folder."""
+"""The arguments of the ops for linears of dense layers."""
 
 from __future__ import annotations
 

@@ -19,13 +19,17 @@ class LinearCase(CodedCase):
 
     Attributes:
         name: The name of the case.
-        num_tokens, k, n: The op's sizes T, K and N.
+        num_tokens: The number of tokens, T.
+        k: The number of columns of x, K.
+        n: The number of rows of each weight, N.
         layout: How the weights are stored: "separate" tensors, "halves" of one tensor, "up_first"
-            halves, "interleaved" rows of one tensor, or "n_major" tensors. For a single weight,
-            "plain", or "plain_n_major" if its rows are contiguous.
+            halves, "interleaved" rows of one tensor, or "n_major" tensors, in which the rows are
+            contiguous. A single weight is "plain", or "plain_n_major" if the rows are contiguous.
         bias: Whether the linear has a bias.
-        activation, norm_offset, scale: The op's arguments.
-        norm: "", "rms", "weightless", "layer" (with a bias), "layer_unbiased" or "layer_bare".
+        activation, norm_offset, scale: The arguments of the op with the same names.
+        norm: The kind of norm: "rms", "weightless" (an RMS norm without a weight), "layer" (with a
+            weight and a bias), "layer_unbiased" (with a weight), "layer_bare" (without both), or
+            "" for none.
     """
 
     name: str

@@ -28,8 +28,8 @@ def slower(
 
     Args:
         weights: 2 for a gate and its up projection, else 1.
-        norm: The kind of norm of rows of `columns` numbers that the kernel would compute first; ""
-            for none.
+        norm: The kind of norm that the kernel would compute first; "" for none.
+        columns: The number of columns of the rows that the norm reads.
         coded: Whether the weights are quantised.
         rounded: Whether x was decoded from codes, which a library's GEMM can multiply with the
             codes of the weights.

@@ -60,15 +60,15 @@ def fake(a: LinearActivationArguments) -> torch.Tensor:
 
 
 def reference(a: LinearActivationArguments) -> torch.Tensor:
-    """In fp32 (float64 for float64 x), rounded once:
+    """Computes, in fp32 (float64 for float64 x), and rounds the result once:
 
         y = x / sqrt(mean(x^2) + norm_eps) * (norm_offset + norm_weight)
         out = activation(y @ weight^T + bias) * (y @ up_weight^T + up_bias)
 
     With layer_norm, x - mean(x) replaces x and norm_bias is added to y. Without a norm, y = x.
-    Without norm_weight, y is not multiplied. Without up_weight, out = activation(y @ weight^T +
-    bias). If there is no activation either, out = y @ weight^T + bias. Quantised weights are
-    dequantised first.
+    Without norm_weight, the quotient is not multiplied. Without up_weight, out = activation(y @
+    weight^T + bias). If there is no activation either, out = y @ weight^T + bias. Quantised weights
+    are dequantised first.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     y = a.norm.apply(a.x.to(compute))

@@ -69,8 +69,8 @@ def _chosen(
     config: LinearConfig | DotConfig | None,
     bytes_fill_words: bool,
 ) -> tuple[LinearConfig | DotConfig, Statics]:
-    """Returns the tiles for up to `num_tokens` tokens (`config`, if it is given), and the constants
-    of the kernel. bytes_fill_words: whether codes can be read four bytes at a time."""
+    """Returns the tile sizes (`config`, if it is given) and the constants of the kernel, for up to
+    `num_tokens` tokens. bytes_fill_words: whether codes can be read four bytes at a time."""
     if config is None and dot_obstacle(problem, num_tokens, bytes_fill_words) is None:
         config = dot_config(problem)
     config = config or linear_config(problem, num_tokens, target)
@@ -84,8 +84,10 @@ class _Call:
     """A call of an op. If a separate step normalises x, `a` and `problem` have no norm.
 
     Attributes:
-        problem, a, target: The problem, the arguments and the target of the call.
-        config: The tiles. If it is None, the plan chooses them.
+        problem: The static problem of the call.
+        a: The arguments of the call.
+        target: The target of the call.
+        config: The tile sizes. If it is None, the plan chooses them.
         norm: The norm that the separate step computes; None if there is no such step.
     """
 
@@ -101,7 +103,7 @@ class _Call:
 
     @cached_property
     def chosen(self) -> tuple[LinearConfig | DotConfig, Statics]:
-        """The tiles, and the constants of the kernel."""
+        """The tile sizes and the constants of the kernel."""
         bytes_fill_words = all(fills_words(one.data) for one in self.a.weights if one is not None)
         tokens = next_power_of_2(self.num_tokens)
         return _chosen(self.problem, tokens, self.target, self.config, bytes_fill_words)
@@ -110,8 +112,8 @@ class _Call:
 def linear_activation_steps(
     a: LinearActivationArguments, target: Target, config: LinearConfig | DotConfig | None = None
 ) -> Steps:
-    """Performs the steps of a `linear_activation` call. config: the tiles. If it is None, the plan
-    chooses them."""
+    """Performs the steps of a `linear_activation` call. config: the tile sizes. If it is None, the
+    plan chooses them."""
     if config is None and decodes_many(a, target):
         return (yield from _activation_by_decoding(a, target))
     call = _Call(activation_problem(a), a, target, config)
@@ -129,8 +131,8 @@ def linear_activation_steps(
 def linear_residual_steps(
     a: LinearResidualArguments, target: Target, config: LinearConfig | DotConfig | None = None
 ) -> Steps:
-    """Performs the steps of a `linear_residual` call. config: the tiles. If it is None, the plan
-    chooses them."""
+    """Performs the steps of a `linear_residual` call. config: the tile sizes. If it is None, the
+    plan chooses them."""
     call = _Call(residual_problem(a), a, target, config)
     if config is None and _are_many(call.problem, call.num_tokens, target):
         return (yield from _residual_by_library(a))
@@ -177,16 +179,16 @@ def _norms_x(call: _Call) -> bool:
 def _are_many(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
     """Whether the library's GEMM is faster and may be used.
 
-    It is not used for quantised weights, because it cannot read them. It is not used before a norm
-    either, because it rounds the result that the norm needs.
+    The library cannot read quantised weights. It is not used before a norm of the result either,
+    because it rounds the numbers that the norm reads.
     """
     alone = problem.quantization is None and problem.post_norm is None
     return alone and takes_library(problem, num_tokens, target)
 
 
 def _apart(call: _Call, x: torch.Tensor) -> Steps:
-    """Multiplies x by one quantised weight and then by the other, and keeps both results in fp32
-    until the activation."""
+    """Multiplies x by the gate's weight and by the up weight in separate launches. Both are
+    quantised. The two products stay in fp32 until the activation is computed."""
     a = call.a
     assert isinstance(a, LinearActivationArguments)
     alone = replace(
@@ -293,7 +295,7 @@ def _activation_by_library(call: _Call, x: torch.Tensor) -> Steps:
 
 def _activation_by_decoding(a: LinearActivationArguments, target: Target) -> Steps:
     """Multiplies x by both weights, with one kernel that decodes both weights, or with one kernel
-    for each."""
+    for each weight."""
     if a.norm.kind:
         x = yield from normed(a.x, a.norm, target)
         a = replace(a, **without_norm(x, a.norm))

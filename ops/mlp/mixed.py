@@ -42,9 +42,9 @@ UP_TENSORS = ("up_weight", "up_scale", "up_zero", "up_factor", "up_bias")
 
 
 def decodes_many(a: LinearArguments, target: Target) -> bool:
-    """Whether the op computes a call with products that decode the weights. It does if the call has
-    too many tokens for the kernels for few tokens, and if such products exist for the call. Reads
-    only metadata and addresses."""
+    """Whether the op computes a call with products that decode the weights. The op does so if the
+    call has too many tokens for the kernels for few tokens, and if such products exist for the
+    call. Reads only metadata and addresses."""
     if a.weight_format == "dense" or a.x.shape[0] <= MOST_CODED_TOKENS:
         return False
     return decoding_obstacle(a, target) is None
@@ -89,8 +89,8 @@ def _is_reached(tensor: torch.Tensor) -> bool:
 def decoding_product(
     problem: LinearProblem, a: LinearArguments, index: int, target: Target, activation: str = ""
 ) -> Generator[Step, Any, tuple[torch.Tensor, MixedConfig]]:
-    """Returns the product with the weight of this index, and its tiles. The product includes the
-    bias, the activation and the residual."""
+    """Returns the product of x with the weight a.weights[index], and the tile sizes of the kernel.
+    The product includes the bias, the activation and the residual."""
     config = mixed_config(problem.n, problem.k, a.x.shape[0], target)
     values = _tensors(a.weights[index])
     return (yield from _decoded(problem, a, values, index, target, config, activation))
@@ -100,8 +100,8 @@ def decoding_pair(
     problem: LinearProblem, a: LinearActivationArguments, target: Target
 ) -> Generator[Step, Any, tuple[torch.Tensor, MixedConfig] | None]:
     """Computes the activated product with the gate times the product with the up weight, in one
-    kernel. Returns the result and its tiles; None if two products are faster or if the weights
-    differ in their layout."""
+    kernel. Returns the result and the tile sizes of the kernel. Returns None if two products are
+    faster or if the weights differ in their layout."""
     config = pair_config(problem.n, problem.k, a.x.shape[0], target)
     if config is None or not _is_pair(problem, a):
         return None
@@ -120,8 +120,8 @@ def _is_pair(problem: LinearProblem, a: LinearActivationArguments) -> bool:
 
 
 def _tensors(weight: Weight | None, prefix: str = "") -> dict[str, torch.Tensor | None]:
-    """Returns the tensors of a weight by their names in the kernel. prefix: a prefix of these
-    names."""
+    """Returns the tensors of a weight by the names of the kernel's parameters. prefix: what these
+    names begin with."""
     assert weight is not None
     found = {
         "weight": weight.data,
@@ -142,7 +142,8 @@ def _decoded(
     config: MixedConfig,
     activation: str,
 ) -> Generator[Step, Any, tuple[torch.Tensor, MixedConfig]]:
-    """Launches the kernel for the weight with this index, or for both weights."""
+    """Launches the kernel for the weight number `index`, or for both weights if `weights` has the
+    tensors of both."""
     num_tokens = a.x.shape[0]
     stored = TRITON_TYPES[given(weights["weight"]).dtype]
     out = yield Buffer((num_tokens, problem.n), a.x.dtype)

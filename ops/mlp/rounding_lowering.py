@@ -16,7 +16,8 @@ from tilewright.ops.runtime.program import Buffer, Outcome, Steps
 def round_rows_steps(
     a: RoundRowsArguments, target: Target, config: RoundConfig | None = None
 ) -> Steps:
-    """Performs the steps of a call. config: the tiles. If it is None, the plan chooses them."""
+    """Performs the steps of a `round_rows` call. config: the tile sizes. If it is None, the plan
+    chooses them."""
     tokens, columns = a.x.shape
     made, scales = a.results
     results = (yield Buffer(*made)), (yield Buffer(*scales))
@@ -36,7 +37,7 @@ def round_rows_steps(
 
 
 def _constants(a: RoundRowsArguments) -> dict[str, Constant]:
-    """Returns the constants of the kernel, except strides and tiles."""
+    """Returns the constants of the kernel, except strides and tile sizes."""
     norm, weight = row_norm_of(a.norm), a.norm_weight
     dense = weight is not None and weight.stride(0) == 1
     return {

@@ -45,12 +45,12 @@ def fake(a: ScaledLinearArguments) -> torch.Tensor:
 
 
 def reference(a: ScaledLinearArguments) -> torch.Tensor:
-    """In fp32, rounded once:
+    """Computes, in fp32, and rounds the result once:
 
         out = (x * x_scale) @ (weight * weight_scale)^T + bias
 
-    x_scale applies to one token or to all tokens, and to 128 columns or to all columns.
-    weight_scale applies to a block.
+    A number of x_scale applies to one token or to all tokens, and to 128 columns or to all columns.
+    A number of weight_scale applies to a block of scale_block rows and columns.
     """
     compute = torch.promote_types(given_dtype(a), torch.float32)
     x = scaled_numbers(a.x.to(compute), a.x_scale)

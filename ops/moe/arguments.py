@@ -28,7 +28,8 @@ class FusedMoeArguments:
       activation is not gated. Weights may have any strides, so that a joint weight, concatenated or
       interleaved, transposed or not, can be passed as two views of one tensor.
     - `gate_bias`, `up_bias` [E, I], `down_bias` [E, H].
-    - `activation`: one of ACTIVATIONS. `alpha`: a parameter of clamped_swiglu.
+    - `activation`: one of ACTIVATIONS.
+    - `alpha`: a parameter of the activation clamped_swiglu.
     - `limit`: if it is not 0, the gate is clamped to at most limit, and the up projection to
       [-limit, limit].
     - `weight_on_input`: whether expert_weights multiply x instead of the results.

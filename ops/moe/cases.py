@@ -19,12 +19,17 @@ class MoeCase:
 
     Attributes:
         name: The name of the case.
-        num_tokens, hidden, inner, num_experts, num_slots: The op's sizes T, H, I, E and S.
+        num_tokens: The number of tokens, T.
+        hidden: The number of columns of x, H.
+        inner: The number of inner columns, I.
+        num_experts: The number of experts, E.
+        num_slots: The number of experts of each token, S.
         dtype: The dtype of x.
         layout: How gate and up are stored: "halves" or "interleaved" rows of one tensor [E, 2I, H],
             "transposed" halves of [E, H, 2I] (down is then [E, I, H]), "up_first" halves,
             "separate" tensors, or "plain" (there is no up).
-        activation, limit, weight_on_input, weight_format, activation_format: The op's arguments.
+        activation, limit, weight_on_input, weight_format, activation_format: The arguments of the
+            op with the same names.
         bias: Whether the weights have biases.
         routing: "random", "one" (every route has the same expert) or "none" (some slots have expert
             -1).

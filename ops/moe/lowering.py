@@ -68,7 +68,7 @@ from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Ste
 SCRATCH_ALIGNMENT = 256
 QUANTIZE = QuantizeConfig()
 
-# The kernels of a call and their constants, by the name of the task.
+# The kernels of a call with their constants. The key says what the kernel does, such as "sort".
 Kernels = dict[str, tuple[Kernel, Statics]]
 # The parts of a call's scratch memory, by name.
 Memory = dict[str, torch.Tensor]
@@ -82,8 +82,9 @@ Launches = Generator[Step, Any, None]
 def _chosen(
     problem: MoeProblem, num_tokens: int, target: Target, plan: MoePlan | DotsPlan | None
 ) -> tuple[MoePlan | DotsPlan, Kernels, str | None]:
-    """Returns, for up to `num_tokens` tokens: the plan, the kernels, and why they cannot compute
-    the call (or None). plan: a plan to use instead of the planner's."""
+    """Returns a triple for up to `num_tokens` tokens: the plan, its kernels, and the reason why the
+    kernels cannot compute the call (None if they can). plan: a plan to use instead of the
+    planner's."""
     plan = plan or plan_dots(problem, num_tokens) or plan_moe(problem, num_tokens, target)
     if isinstance(plan, DotsPlan):
         kernels = {"up": up_dots(problem, plan.up), "down": down_dots(problem, plan.down)}
@@ -93,7 +94,7 @@ def _chosen(
 
 
 def _kernels(problem: MoeProblem, plan: MoePlan) -> Kernels:
-    """Returns the kernels of a plan, by the name of the task."""
+    """Returns the kernels of a plan with their constants, by name."""
     made: Kernels = {}
     if plan.decode:
         for name, weight in gemms(problem).items():
@@ -117,7 +118,7 @@ def fused_moe_steps(
     if a.expert_ids.numel() == 0 or a.x.numel() == 0:
         out = yield result
         yield Library(torch.Tensor.zero_, (out,))
-        return Outcome(out, "nothing", "no routes, nothing is launched")
+        return Outcome(out, "nothing", "there are no routes, so nothing is launched")
     problem = moe_problem(a)
     plan, kernels, obstacle = _chosen(problem, next_power_of_2(a.x.shape[0]), target, plan)
     if obstacle is not None:
@@ -320,11 +321,11 @@ def _sizes(a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Tar
     if not isinstance(up, ScaledConfig):
         return made
     rows = {"x": (a.x.shape[0], problem.hidden), "hidden": (num_routes, problem.inner)}
-    for name, (count, columns) in rows.items():  # whole blocks of columns
+    for name, (count, columns) in rows.items():  # codes are padded to whole blocks of columns
         blocks = count * cdiv(columns, SCALED_K)
         made[f"{name}_codes"] = (blocks * SCALED_K, torch.float8_e4m3fn)
         made[f"{name}_scale"] = (blocks, torch.float32)
-    if up.codes:  # a tile for each program, instead of the hidden rows
+    if up.codes:  # each program keeps only one tile of the hidden rows, before it is quantised
         (programs,) = up.grid(target.num_sms)
         made |= {"tile": (programs * up.block_m * up.block_n, dtype), "hidden": (0, dtype)}
     return made

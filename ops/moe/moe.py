@@ -70,7 +70,7 @@ def _check_weights(a: FusedMoeArguments) -> None:
     if a.up is not None:
         a.up.check(NAME, a.x, sizes, dtypes)
     elif a.activation == "clamped_swiglu":
-        raise ArgumentError(NAME, "up_weight", "a weight, as clamped_swiglu is gated", None)
+        raise ArgumentError(NAME, "up_weight", "a weight, since clamped_swiglu is gated", None)
     else:
         check_absent(NAME, a, ["up_bias"], "up_weight is None")
     a.down.check(NAME, a.x, (num_experts, hidden, inner), dtypes)
@@ -82,7 +82,7 @@ def validate_values(a: FusedMoeArguments) -> None:
 
 
 def reference(a: FusedMoeArguments) -> torch.Tensor:
-    """In fp32 (float64 for float64 x), for token t, slot s and its expert e = expert_ids[t, s]:
+    """Computes, in fp32 (float64 for float64 x), for each token t and slot s:
 
         gate = x[t] @ gate_weight[e]^T + gate_bias[e]
         up = x[t] @ up_weight[e]^T + up_bias[e]
@@ -90,8 +90,9 @@ def reference(a: FusedMoeArguments) -> torch.Tensor:
         y[t, s] = h @ down_weight[e]^T + down_bias[e]
         out[t] = sum over s of expert_weights[t, s] * y[t, s]
 
-    Without up_weight, h = activation(gate). With weight_on_input, x[t] is multiplied by
-    expert_weights[t, s], and y is not. Quantised weights are dequantised first. With
+    e = expert_ids[t, s] is the expert of the slot. Without up_weight, h = activation(gate). With
+    weight_on_input, x[t] is multiplied by expert_weights[t, s], and y is not. Quantised weights are
+    dequantised first. With
     activation_format "fp8", x and h are quantised and dequantised again. A slot with expert -1 adds
     nothing.
     """

@@ -49,7 +49,7 @@ def _uneven(a: FusedMoeArguments) -> str | None:
     for what, given in of_all.items():
         types = sorted({str(tensor.dtype) for tensor in given if tensor is not None})
         if len(types) > 1:
-            return f"gate_{what}, up_{what}, down_{what}: of {' and '.join(types)}"
+            return f"gate_{what}, up_{what}, down_{what}: dtypes {' and '.join(types)} differ"
     return None
 
 

@@ -37,14 +37,15 @@ from tilewright.ops.sampling import sampler_of
 NAME = "moe_router"
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid", "logits")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# The largest number of columns of logits that a program holds for each of its tokens, and the
-# largest number of slots, because each slot requires a search.
+# The largest number of columns of logits for which there is a kernel. A program holds all of them
+# for each of its tokens.
 MOST_COLUMNS = 1024
+# The largest number of slots for which there is a kernel. Each slot requires a search.
 MOST_SLOTS = 32
 ERROR_MODEL = (
-    "Logits are accumulated in fp32. The scores multiply that error, which is measured against the "
-    "rms of the weights; then the weights are rounded once. The experts are those of the exact "
-    "choice unless scores are too close to tell apart."
+    "Logits are accumulated in fp32. Their error leads to an error of the weights, which is "
+    "measured against the rms of the weights. Then the weights are rounded once. The experts are "
+    "those of an exact computation, unless scores are too close to tell apart."
 )
 TOLERANCES = {
     **rounded_once(2.0**-16, 2.0**-16),
@@ -68,9 +69,9 @@ class MoeRouterArguments:
     - `correction` [E]: added to the scores for the choice, but not for the weights.
     - `num_groups`: G. The E experts form G consecutive groups of equal size.
     - `top_groups`, `group_top`: the choice is limited to top_groups groups. These are the groups
-      for which the sum of the group_top (1 or 2) largest numbers is largest.
-    - `normalise`: whether weights are divided by sum + norm_eps, or by norm_min if that is larger.
-      After that, `scaling` multiplies them.
+      for which the sum of the group_top (1 or 2) largest numbers of the group is largest.
+    - `normalise`: whether the weights of a token are divided by their sum + norm_eps, or by
+      norm_min if that is larger. After that, the weights are multiplied by `scaling`.
     - `weights_dtype`: the dtype of the weights; None for x's dtype.
 
     The results are weights [T, S], and ids int64 [T, S].
@@ -143,13 +144,13 @@ def fake(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """In fp32 (float64 for float64 x), for token t:
+    """Computes, in fp32 (float64 for float64 x), for each token t:
 
         logits = x[t] @ weight^T + bias
         scores = softmax(logits), sigmoid(logits), or logits
         choice = scores + correction                 -inf outside of the best groups
         ids[t] = top num_slots of choice             descending; of equals, the lower expert first
-        w      = scores[ids[t]]                      their softmax with softmax_of_chosen
+        w      = scores[ids[t]]                      the softmax of these with softmax_of_chosen
         w      = w / max(sum(w) + norm_eps, norm_min)    only with normalise
         weights[t] = w * scaling
 
@@ -213,8 +214,10 @@ def unsupported(a: MoeRouterArguments) -> str | None:
         return "no columns"
     columns = router_problem(a).columns
     if columns > MOST_COLUMNS:
-        return f"{columns} columns of logits; at most {MOST_COLUMNS}"
-    return f"{a.num_slots} slots; at most {MOST_SLOTS}" if a.num_slots > MOST_SLOTS else None
+        return f"{columns} columns of logits are more than {MOST_COLUMNS}"
+    if a.num_slots > MOST_SLOTS:
+        return f"{a.num_slots} slots are more than {MOST_SLOTS}"
+    return None
 
 
 def router_problem(a: MoeRouterArguments) -> RouterProblem:

@@ -1,5 +1,5 @@
-"""Sample inputs of `moe_router`. The cases are small and random, and their choices are clear.
-Together they use every option."""
+"""Sample inputs of `moe_router`. The cases are small and random, and rounding does not change which
+experts are chosen. Together the cases use every option."""
 
 from __future__ import annotations
 

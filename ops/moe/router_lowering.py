@@ -1,5 +1,5 @@
-"""The CUDA lowering of `moe_router`. For few tokens it is one launch; for many, a product and a
-separate choice."""
+"""The CUDA lowering of `moe_router`. For few tokens, one kernel computes the logits and chooses the
+experts. For many tokens, there are two steps: a product, and a kernel that chooses."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import linear
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
 
-# Parameters that the product does not use if another launch chooses the experts.
+# Kernel parameters that the launch of the product does not use if another launch chooses the
+# experts.
 _UNCHOSEN = dict.fromkeys(("bias", "correction", "weights", "ids", "counters"))
 
 
 def moe_router_steps(
     a: MoeRouterArguments, target: Target, config: RouterConfig | None = None
 ) -> Steps:
-    """Performs the steps of a call. config: tiles to use instead of the planner's."""
+    """Performs the steps of a call. config: tile sizes to use instead of the planner's."""
     problem, num_tokens = router_problem(a), a.x.shape[0]
     weights, ids = fake(a)
     results = ((yield Buffer.like(weights)), (yield Buffer.like(ids)))
     if num_tokens == 0:
-        return Outcome(results, "nothing", "no tokens, nothing is launched")
+        return Outcome(results, "nothing", "there are no tokens, so nothing is launched")
     covered = next_power_of_2(num_tokens)
     library = config is None and uses_library(problem, covered)
     config = config or router_config(problem, covered, target)
@@ -87,8 +88,9 @@ def _choose(
     strides: dict[str, int],
     parts: tuple[int, int, int] | None = None,
 ) -> Launch:
-    """Returns the launch that only chooses. parts: the number of splits of the product, the number
-    of tokens of its tiles, and the number of elements of a row; None for complete logits [T, E]."""
+    """Returns the launch of the kernel that only chooses. parts: the number of parts into which the
+    product divides K, the number of tokens of a tile of the product, and the number of elements of
+    a row of partial logits; None for complete logits [T, E]."""
     splits, run, row = parts or (1, 1, values["logits"].stride(0))
     grid = (cdiv(values["num_tokens"], config.rows),)
     own = {"SPLITS": splits, "RUN": run, "ROW": row}

@@ -70,8 +70,8 @@ class FusedQkvArguments:
 
     The cache:
 
-    - `k_cache`, `v_cache`: the base tensors, which are written. They have values, float8_e4m3fn or
-      float8_e5m2. If v_cache is None, V is in k_cache too.
+    - `k_cache`, `v_cache`: the base tensors, which are written. They hold values, or have the dtype
+      float8_e4m3fn or float8_e5m2. If v_cache is None, V is in k_cache too.
     - `k_window`, `v_window`: the nine integers of a CacheWindow on the base, with Hkv * kv_repeat
       heads. Head h is written to kv_repeat heads, starting at h * kv_repeat.
     - `k_cache_scale`, `v_cache_scale`: float32 [], [1] or [Hkv]. The stored number is value /
@@ -89,10 +89,10 @@ class FusedQkvArguments:
       T alone.
     - `tune`: whether to measure the lowerings on the GPU when they are first needed.
 
-    Bad values are slots, sequences, positions, offsets and pages that give a token no place or give
-    two tokens the same place, and scales that are NaN, infinite or 0. They raise ArgumentError
-    before anything is written if they are on the CPU, and if they are on a GPU with
-    TILEWRIGHT_DEBUG=1. Otherwise, a token without a place is not written.
+    Bad values are slots, sequences, positions, offsets and pages that give a token no place, or
+    give two tokens the same place. They raise ArgumentError before anything is written if they are
+    on the CPU, and if they are on a GPU with TILEWRIGHT_DEBUG=1. Otherwise, a token without a place
+    is not written. Scales may be any numbers; the results follow IEEE 754.
     """
 
     x: torch.Tensor
@@ -251,8 +251,8 @@ class RaggedQkvArguments:
     - `lookup_table` [B, columns]: entry [b, j] is the page of sequence b that holds its tokens from
       j * page_size to (j + 1) * page_size - 1. Entries that no new token needs may have any values.
 
-    These three are uint32, int32 or int64. Token i of sequence b is written to page lookup_table[b,
-    p // page_size], slot p % page_size, with p = cache_lengths[b] + i.
+    The last three arguments are uint32, int32 or int64. Token i of sequence b is written to page
+    lookup_table[b, p // page_size], slot p % page_size, with p = cache_lengths[b] + i.
 
     - `blocks` [P, 2, layers, page_size, heads, head_dim], with any strides: the cache, written at
       layer_idx. K is at index 0 of the second axis and V at index 1. If the second axis has length
@@ -276,8 +276,8 @@ class RaggedQkvArguments:
     Raises ArgumentError before anything is written if layer_idx is not a layer, a scale has another
     granularity, the group does not divide K, or a shape, dtype or device is wrong. On the CPU, and
     on a GPU with TILEWRIGHT_DEBUG=1, also raises it for offsets that do not start at 0, decrease,
-    or do not end at T; positions past the table; pages outside the pool; two tokens with the same
-    slot; and scales that are NaN, infinite or 0.
+    or do not end at T; positions past the table; pages outside the pool; and two tokens with the
+    same slot.
     """
 
     hidden_state: torch.Tensor

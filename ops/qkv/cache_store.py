@@ -1,6 +1,6 @@
 """`paged_kv_store`: writes K (rotated if a rope is given) and V to their cache slots.
 
-It is for cache writes that cannot be fused with their projection. It accesses only the slots that
+The op is for cache writes that cannot be fused with a projection. It accesses only the slots that
 it writes.
 """
 
@@ -40,13 +40,13 @@ def validate_values(a: KvStoreArguments) -> None:
 
 
 def reference(a: KvStoreArguments) -> None:
-    """In fp32 (float64 for float64 k), for token t; rounded once, when it is stored:
+    """Computes, in fp32 (float64 for float64 k), for each token t:
 
         k_cache[slot of t] = rope(k[t]) / k_cache_scale
         v_cache[slot of t] = v[t] / v_cache_scale
 
     A step whose arguments are None is omitted. With cache_scale_multiplies, values are multiplied
-    by the scales.
+    by the scales. Each number is rounded once, when it is stored.
     """
     compute = torch.promote_types(a.k.dtype, torch.float32)
     k, v = a.k.to(compute), None if a.v is None else a.v.to(compute)

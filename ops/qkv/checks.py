@@ -1,7 +1,7 @@
 """Checks of a projection to q, k and v: x, the weights with their formats and scales, and the
 biases.
 
-They read only metadata and raise ArgumentError.
+The checks read only metadata and raise ArgumentError.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from tilewright.ops.runtime.norms import row_norm_of
 from tilewright.ops.runtime.operands import operand
 from tilewright.ops.runtime.program import Buffer
 
-# Kernel parameters for which the calls of one op, or of both ops, have no argument.
+# Kernel parameters that are not arguments of both ops. They are None if a call does not set them.
 _ABSENT = dict.fromkeys(
     ("q", "x_scale", "q_out", "q_bias", "k_bias", "v_bias", "delta", "q_norm", "k_norm",
      "workspace", "counters", "num_sequences", "lookup_columns", "lookup_stride"),
@@ -37,14 +37,14 @@ _ABSENT = dict.fromkeys(
 _COUNTS = ("num_tokens", "rope_tokens", "sequence_tokens")
 
 
-# Cached, because a look-up is faster than making the record.
+# HeadEpilogue is cached, because a look-up is faster than making the record.
 _epilogue = cache(HeadEpilogue)
 
 
 @dataclass(frozen=True)
 class StoreCall:
-    """The inputs of a kernel that stores heads, without the heads themselves. They come from a
-    checked call.
+    """The inputs of a kernel that stores heads in a cache, except the heads themselves. The inputs
+    are made from a checked call.
 
     Attributes:
         values: Tensors and numbers by name. Arguments have the same names as kernel parameters.
@@ -61,7 +61,7 @@ class StoreCall:
 class FusedCall(StoreCall):
     """One checked call of `fused_qkv_paged`: its arguments and its problem.
 
-    rows: where the three weights are, if they are rows of one tensor; else None.
+    rows: where the three weights are, if they are rows of one tensor; None if they are not.
     """
 
     a: FusedQkvArguments
@@ -124,7 +124,7 @@ def input_strides(
 def _stored(
     a: FusedQkvArguments | KvStoreArguments, num_tokens: int, **own: Any
 ) -> tuple[dict[str, Any], dict[str, int], HeadEpilogue]:
-    """Returns the fields of a StoreCall. own: the other fields of its epilogue."""
+    """Returns the fields of a StoreCall. own: the fields of the epilogue that depend on the op."""
     k_cache, v_cache = kv_views(a, writes_v=own["writes_v"])
     num_pages, page_size, heads, head_dim = k_cache.shape
     values = {
@@ -241,8 +241,8 @@ def quantization(a: FusedQkvArguments, weights: Projections, words: torch.dtype)
 
 
 def dequantized_rows(weights: Projections) -> WeightRows:
-    """Returns the rows of q, k and v in the tensor that `dequantized_weights` makes. They follow
-    each other."""
+    """Returns the rows of q, k and v in the tensor that `dequantized_weights` makes. The rows of q,
+    k and v follow each other."""
     shapes = [weight.shape[:-1] for weight in weights if weight is not None]
     firsts = [0]
     for shape in shapes:

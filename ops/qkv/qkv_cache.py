@@ -84,7 +84,7 @@ def fake(a: FusedQkvArguments) -> torch.Tensor:
 
 
 def reference(a: FusedQkvArguments) -> torch.Tensor:
-    """In fp32 (float64 for float64 values), for token t; quantised inputs are dequantised first:
+    """Computes, in fp32 (float64 for float64 values), for each token t:
 
         y = x / sqrt(mean(x^2) + input_norm_eps) * (input_norm_offset + input_norm_weight)
         q = rope(norm(clip(y @ q_weight^T + q_bias + delta[q columns])))
@@ -95,8 +95,9 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
         k_cache[slot of t] = k[t] / k_cache_scale
         v_cache[slot of t] = v[t] / v_cache_scale
 
-    With input_layer_norm, x - mean(x) replaces x and input_norm_bias is added to y. A step whose
-    arguments are None is omitted (v has no norm without v_norm, and y = x without a norm of x).
+    Quantised inputs are dequantised first. With input_layer_norm, x - mean(x) replaces x and
+    input_norm_bias is added to y. A step whose arguments are None is omitted. Without v_norm, v is
+    not normalised. Without a norm of x, y = x.
     With norm_after_rope, norm(rope(...)) replaces rope(norm(...)). With cache_scale_multiplies,
     values are multiplied by the scales. Each number is rounded once, when it is stored.
     """

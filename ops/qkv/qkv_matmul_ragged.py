@@ -44,7 +44,7 @@ FUSED_WORDS = {
 def validate(a: RaggedQkvArguments) -> None:
     check_metadata(a)
     sizes = (*a.weight.shape, *a.blocks.shape, a.hidden_state.shape[1])
-    # A weight of unknown size cannot be split. In this case, the check runs at run time.
+    # If a size is a symbol, the weight cannot be split, so these checks run only at run time.
     if all(isinstance(size, int) for size in sizes):
         with in_words_of(NAME, FUSED_WORDS):
             qkv_cache.validate(as_fused_qkv(a))
@@ -66,7 +66,7 @@ def fake(a: RaggedQkvArguments) -> torch.Tensor:
 
 
 def reference(a: RaggedQkvArguments) -> torch.Tensor:
-    """In fp32 (float64 for float64 values); quantised inputs are dequantised first:
+    """Computes, in fp32 (float64 for float64 values):
 
         q | k | v = hidden_state @ weight^T + bias       columns, in this order
         result = q
@@ -75,8 +75,8 @@ def reference(a: RaggedQkvArguments) -> torch.Tensor:
         blocks[page, 0, layer_idx, slot] = k / k_cache_scale
         blocks[page, 1, layer_idx, slot] = v / v_cache_scale
 
-    With cache_scale_multiplies, values are multiplied by the scales. Each number is rounded once,
-    when it is stored.
+    Quantised inputs are dequantised first. With cache_scale_multiplies, values are multiplied by
+    the scales. Each number is rounded once, when it is stored.
     """
     return qkv_cache.reference(as_fused_qkv(a)).flatten(1)
 

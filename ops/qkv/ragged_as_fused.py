@@ -54,9 +54,9 @@ def split_rows(a: RaggedQkvArguments) -> Rows:
 
 
 def _head_dim(a: RaggedQkvArguments) -> int:
-    """Returns the head_dim of the cache. If the number of q's columns is not a multiple of it
-    (MLA), returns a number that divides both. Without rope and norm, any such number is correct,
-    and kernels are faster with powers of two."""
+    """Returns the head_dim of the equivalent call. This is the head_dim of the cache, if it divides
+    the number of q's columns. Otherwise (with MLA), it is a number that divides both. Without rope
+    and norm, any such number is correct, and kernels are faster with powers of two."""
     head_dim, q_dim = a.blocks.shape[5], split_rows(a)["q"][1]
     if q_dim % head_dim == 0:
         return head_dim

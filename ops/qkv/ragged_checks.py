@@ -1,6 +1,6 @@
-"""Checks of the arguments of `fused_qkv_matmul_kv_cache_paged_ragged`, in the names of this op.
+"""Checks of the arguments of `fused_qkv_matmul_kv_cache_paged_ragged`.
 
-They read only metadata and raise ArgumentError.
+The checks read only metadata. They raise ArgumentError with the argument names of this op.
 """
 
 from __future__ import annotations

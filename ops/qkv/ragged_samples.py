@@ -15,15 +15,16 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class RaggedCase:
-    """One case of the op.
+    """One case of `fused_qkv_matmul_kv_cache_paged_ragged`. The fields that are not listed here are
+    sizes, or have the names of the op's arguments.
 
     Attributes:
         q_dim: The number of q's columns; 0 for num_heads * head_dim.
         mla: Whether there is only K, with one head.
-        scale: The unit of an fp8 weight that has one scale: "tensor", "channel" or "block"; "none"
+        scale: Which part of an fp8 weight shares a scale: "tensor", "channel" or "block"; "none"
             for other weights.
-        input_scale: The unit of hidden states that has one scale: "tensor", "token" or "block";
-            "none" if they have no codes.
+        input_scale: Which part of the hidden states shares a scale: "tensor", "token" or "block";
+            "none" if the hidden states have no codes.
     """
 
     name: str

@@ -13,8 +13,8 @@ from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 from tilewright.ops.formats.sample_codes import CodedCase
 from tilewright.ops.sampling import PagedBatch, Sampler, sample_table
 
-# Names that mean a tensor as an argument, although a case has a field of the same name with another
-# meaning.
+# Names of fields of a case that are also names of arguments, but with another meaning: the argument
+# is a tensor, and the field says how the tensor is made.
 DRAWN = {"x_scale", "delta"}
 
 
@@ -32,12 +32,13 @@ class AttentionCase(CodedCase, PagedBatch):
         table_width: "full" if cos and sin have rotary_dim columns, "half" if they have half as
             many.
         tokens_per_row: T / T_rope, the number of tokens that share a row of cos and sin.
-        qk_norm: Whether there are norm weights, [D] or, with norm_per_head, [H, D].
+        qk_norm: Whether there are weights of norms of q and k. They are [D], or [H, D] with
+            norm_per_head.
         normed: The letters of the projections that have a norm weight.
         norm_bias: Whether the norms also have biases.
         transposed: Whether the weight and its scales are stored in the other memory order, as in
             GPTQ and AWQ.
-        codes: Whether x has codes. If it has, `dtype` is the dtype of q.
+        codes: Whether x has codes. In this case, `dtype` is the dtype of q.
         x_scale: "none", "tensor", "token" or "block". It is used if x has codes.
         cache_dtype: The dtype of the cache; None for `dtype`.
         cache_scale: "none", "scalar" [], "one" [1] or "head" [Hkv].

@@ -1,9 +1,9 @@
 """Makes arguments of `fused_qkv_paged` that are like given arguments, but on new memory. Tuning
-runs on them.
+measures calls with these new arguments.
 
-Shapes, strides and dtypes are equal to the shapes, strides and dtypes of the given arguments. Only
-the metadata of these arguments is read. The number of tokens may differ, the numbers are random,
-and the caches have no more pages than needed.
+The new arguments have the shapes, strides and dtypes of the given arguments, except that the number
+of tokens may differ and that the caches have only the pages that are needed. The numbers are
+random. Only the metadata of the given arguments is read.
 """
 
 from __future__ import annotations
@@ -111,9 +111,8 @@ def _shape(a: FusedQkvArguments, name: str, tensor: torch.Tensor, tokens: int) -
 
 
 def _packed_weights(made: dict[str, torch.Tensor], a: FusedQkvArguments) -> dict[str, Any]:
-    """Returns new weights of Q, K and V that lie in one tensor, as the weights of the call do.
-
-    Returns an empty dictionary if the weights of the call do not lie in one tensor.
+    """Returns new weights of Q, K and V that are views of one tensor, like the weights of the call.
+    Returns an empty dictionary if the weights of the call are not views of one tensor.
     """
     given = {name: getattr(a, name) for name in made}
     if weight_rows(*given.values()) is None:

@@ -34,12 +34,12 @@ from tilewright.ops.runtime.timing import capture, interleaved_us
 
 log = logging.getLogger("tilewright")
 
-# All calls of one graph together read this many times the size of the L2 cache, so that each call
-# starts with a cold cache.
+# The calls of one CUDA graph together read this many times the size of the L2 cache, so that each
+# call starts with a cold cache.
 _COLD_L2_SIZES = 3
 _MAX_SETS = 64
-# If the relative error of a result in the norm is larger than this, the result is wrong, and not
-# only rounded differently.
+# If norm(error) / norm(result) is larger than this, the result is wrong, and not only rounded
+# differently.
 _WRONG = 2.0**-5
 
 _known: dict[tuple[Case, int], LoweringChoice | None] = {}

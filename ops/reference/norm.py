@@ -29,8 +29,8 @@ def check_norm_weight(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Checks a norm weight. It is [D] for all heads, or [H, D]. For a norm over the row, it is
-    always [H, D]."""
+    """Checks the weight of a norm. For a norm of each head, it is [D] (the same for all heads) or
+    [H, D]. For a norm of the row of all heads, it is [H, D]."""
     if weight is None:
         return
     shared = norm_width == "head" and weight.dim() == 1
@@ -48,7 +48,7 @@ class HeadNorm(ArgumentGroup):
     - `norm_kind`: "rms", or "layer", which also subtracts the mean.
     - `norm_width`: "head", or "row" for all heads of a token together.
     - `weight` [D] or [H, D] (for "row", [H, D]): the result is multiplied by norm_offset + weight.
-    - `bias`, of the same shape: added after that.
+    - `bias`, of the same shape as `weight`: added to the result at the end.
     - `norm_after_rope`: whether the norm comes after the rotation.
 
     Vectors have the heads' dtype or float32.
@@ -95,7 +95,7 @@ class RowNorm(ArgumentGroup):
     - `rms_norm`: x is divided by the root of (the mean of its squares plus norm_eps). If
       norm_weight [N] is given, the result is multiplied by norm_offset + norm_weight.
     - `layer_norm`: like rms_norm, but the mean of the row is first subtracted from x. If norm_bias
-      [N] is given, it is added at the end.
+      [N] is given, it is added to the result at the end.
 
     Vectors have x's dtype or float32.
     """

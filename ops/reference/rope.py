@@ -98,8 +98,8 @@ class RopeTables(ArgumentGroup):
     def check(
         self, op: str, num_tokens: Any, width: Any, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Checks the tables for vectors of `width` numbers. They must have `dtype` or float32.
-        Raises ArgumentError."""
+        """Checks the tables for vectors of `width` numbers. The tables must have `dtype` or
+        float32. Raises ArgumentError."""
         check_choice(op, "rope_style", self.rope_style, ROPE_STYLES)
         turns, by_position = self.rope_style != "none", self.rope_by_position
         if turns and not (holds(width >= 2) and holds(width % 2 == 0)):

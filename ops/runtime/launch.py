@@ -1,5 +1,5 @@
-"""How a GPU performs the steps of a call: compiled kernels, new memory, and scratch memory for
-split-K."""
+"""The machine that performs the steps of a call on a GPU: it compiles and launches kernels, and
+allocates memory, including the scratch memory of kernels that split K."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ from tilewright.ops.runtime.program import (
     Step,
 )
 
-# Counters are parts of one zeroed slab for each device. Each stream takes this many counters at a
-# time.
+# The number of counters in a slab. A slab is a zeroed tensor of counters on a device, from which
+# launches take their counters.
 _SLAB_COUNTERS = 1 << 18
+# The smallest number of counters that a stream takes at a time.
 _STREAM_COUNTERS = 1024
-# A capture cannot make a slab. A captured graph that got no counters from a slab must set its own
-# counters to zero at each replay. To avoid this, an uncaptured launch, such as the warm-up before a
-# capture, replaces a slab that has fewer counters left than this.
+# If a slab has fewer counters left than this, an uncaptured launch, such as the warm-up before a
+# capture, replaces it. The reason is that no slab can be made during a capture, and a captured
+# graph without counters from a slab must set its own counters to zero at each replay.
 _ENOUGH_COUNTERS = _SLAB_COUNTERS // 2
 
 _counters_lock = threading.Lock()

@@ -1,5 +1,5 @@
-"""Norms of a call's rows, as a part of a kernel's problem or as steps. Also permutes their
-columns."""
+"""Norms of the rows of x, as a part of a kernel's problem or as separate steps. The steps can also
+permute the columns of x."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from tilewright.ops.runtime.program import Buffer, Library, Step
 
 
 def row_norm_of(norm: RowNorm) -> row_norm.RowNorm | None:
-    """Returns the norm of a call's rows as a part of a kernel's problem; None if there is no
-    norm."""
+    """Returns the norm of the rows of x as a part of a kernel's problem; None if there is none."""
     if not norm.kind:
         return None
     weight, bias = operand_of(norm.norm_weight, 0), operand_of(norm.norm_bias, 0)

@@ -10,13 +10,13 @@ import torch
 from tilewright.codegen.operand import ALIGNMENT, Operand
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 
-# Cached, because a look-up is faster than making an Operand.
+# Operand is cached, because a look-up is faster than making the record.
 _made = cache(Operand)
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether the first element is aligned to 16 bytes. The address of a meta tensor is its offset
-    in bytes, so its allocation counts as aligned."""
+    """Whether the first element of the tensor is aligned to 16 bytes. A meta tensor has no address;
+    its storage counts as aligned."""
     return tensor.data_ptr() % ALIGNMENT == 0
 
 

@@ -2,8 +2,8 @@
 
 The memory is torch's symmetric memory: each rank allocates, and all ranks exchange the addresses. A
 kernel that uses this memory waits for the other ranks, so either all ranks use it or no rank does.
-If a rank cannot use it (another backend, GPUs without peer access, a kernel that does not compile),
-it tells the other ranks first.
+A rank may be unable to use the memory: because of another backend, GPUs without peer access, or a
+kernel that does not compile. Therefore the ranks tell each other first whether they can use it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 log = logging.getLogger("tilewright")
 
-# The fields (addresses, sent, rank) of an `ops.runtime.program.PeerMemory`.
+# A triple: the fields (addresses, sent, rank) of an `ops.runtime.program.PeerMemory`.
 Memory = tuple[int, int, int]
 
 
@@ -44,7 +44,7 @@ class _Shared:
     Attributes:
         group: The group itself, because a later group may have the same name.
         memory: The memory; None if the ranks share none.
-        kinds: For each kind of call, whether all ranks have compiled their kernels.
+        kinds: Maps each kind of call to whether all ranks could compile their kernels for it.
     """
 
     group: Any
@@ -52,14 +52,14 @@ class _Shared:
     kinds: dict[str, bool] = field(default_factory=dict)
 
 
-# The keys are (group name, device index, form).
+# The memory that was agreed on. The keys are (group name, device index, form).
 _shared: dict[tuple[str, int, str], _Shared] = {}
 # Keeps the memory of `_shared` allocated. CUDA graphs that were captured with it need it, too.
 _kept: list[Any] = []
 
 
-# Look this function up once, because `is_group` is called by every call of every sum. It is None if
-# torch has no process groups.
+# torch's function that finds a process group by name; None if torch has no process groups. It is
+# looked up only once, because every sum over ranks calls `is_group`.
 _resolve: Any = getattr(getattr(dist, "distributed_c10d", None), "_resolve_process_group", None)
 
 
@@ -86,9 +86,9 @@ def group_size(name: str) -> int | None:
 
 
 def obstacle(name: str) -> str | None:
-    """Returns why the ranks of a group can never access each other's memory. The answer is the same
-    on all ranks. Returns None if they may, and for torch's fake groups, which are used for
-    planning."""
+    """Returns why the ranks of a group can never access each other's memory; None if they may be
+    able to. The answer is the same on all ranks. It is None for torch's fake groups, which are used
+    for planning."""
     backend = dist.get_backend(group_named(name))
     if "nccl" in backend or backend in ("fake", "undefined"):
         return None
@@ -104,8 +104,8 @@ def peer_memory(
     All ranks allocate the memory at the first call of its form. During a CUDA graph capture,
     nothing is allocated or agreed on, because the ranks would wait for each other inside the graph.
 
-    compiled: a function that compiles the kernel. apart: a function that calls another one isolated
-    from the caller's stream. watch: the module `ops.runtime.watch`.
+    compiled: a function that compiles the kernel. apart: a function that calls another function
+    isolated from the caller's stream. watch: the module `ops.runtime.watch`.
     """
     key, group = (wanted.group, index, wanted.form), group_named(wanted.group)
     known = _shared.get(key)
@@ -135,8 +135,8 @@ def _agreed_kernel(wanted: Any, group: Any, index: int, compiled: Callable[[], A
 def _agreed_memory(
     wanted: Any, group: Any, index: int, compiled: Callable[[], Any], watch: Any
 ) -> Memory | None:
-    """Allocates memory and exchanges addresses. Returns the memory, or None on all ranks if one of
-    them fails."""
+    """Allocates memory and exchanges addresses with the other ranks. Returns the memory. If one of
+    the ranks fails, returns None on all ranks."""
     with torch.cuda.device(index):
         own, why = _attempt(partial(_allocated, wanted.nbytes, compiled, index))
         if not _agreed(why, wanted, group, index):
@@ -167,7 +167,7 @@ def _agreed(why: str | None, wanted: Any, group: Any, index: int) -> bool:
     None."""
     if _all_can(why is None, f"{wanted.form} {wanted.kind}", group, index):
         return True
-    why = why or "another rank cannot use it, or has other releases of torch or Triton"
+    why = why or "another rank failed, or has other releases of torch or Triton"
     log.warning("group %s has no symmetric memory and uses NCCL instead: %s", wanted.group, why)
     return False
 
@@ -227,15 +227,17 @@ class _Waits:
     """A callable that returns whether a kernel of this rank waits for a rank whose process has
     ended. It waits if this rank has sent a row to the other rank and has received no row from it.
 
-    Flags are copied on a separate stream into pinned memory, where the CPU polls for their arrival.
-    Therefore nothing waits for the caller's work, or makes a call that is forbidden during a
-    capture.
+    The flags of both ranks are copied on a separate stream into pinned memory, where the CPU polls
+    for their arrival. Therefore nothing waits for the caller's work, and no call is made that is
+    forbidden during a capture.
 
     Attributes:
-        rank, other: This rank, and the other rank.
-        there, here: The flags in the memory of the other rank, and in the memory of this rank.
-        copies: The pinned copies of both.
-        stream: The stream on which they are copied.
+        rank: This rank.
+        other: The rank whose process has ended.
+        there: The flags in the memory of the other rank.
+        here: The flags in the memory of this rank.
+        copies: The pinned copies of `there` and `here`.
+        stream: The stream on which the flags are copied.
     """
 
     rank: int
@@ -268,8 +270,8 @@ class _Waits:
 def _watch_ranks(
     wanted: Any, watch: Any, meeting: Any, processes: Sequence[Sequence[int]], own: torch.Tensor
 ) -> None:
-    """Watches the processes of the other ranks. Ends this process if it waits for a rank that has
-    ended. processes: the processes of all ranks."""
+    """Makes threads watch the processes of the other ranks. They end this process if it waits for a
+    rank whose process has ended. processes: the processes of all ranks."""
     stream = torch.cuda.Stream(own.device, priority=_PRIORITY)
     here = own[: 8 * math.prod(wanted.flags)].view(torch.int64).view(wanted.flags)
     others = []
@@ -287,7 +289,7 @@ def _pinned(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _gathered(numbers: Sequence[int], group: Any, device: torch.device) -> list[list[int]]:
-    """Returns the numbers of all ranks."""
+    """Returns the `numbers` that each rank passes to this function. Waits for all ranks."""
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
     told = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(told, own, group=group)

@@ -3,8 +3,8 @@
 A lowering is a generator. It yields each step of a call, receives the step's answer (such as a new
 tensor), and returns an Outcome. `drive` lets a Machine perform each step as it is yielded, so
 memory is allocated and freed in the order in which a call needs it. The same generator has
-different uses on different machines: a GPU runs the call, a Planner on meta tensors finds its
-kernels (for reports and audits), and an interpreter checks the kernels without a GPU.
+different uses on different machines: a GPU runs the call, a Planner on meta tensors finds the
+call's kernels (for reports and audits), and an interpreter checks the kernels without a GPU.
 """
 
 from __future__ import annotations
@@ -79,14 +79,15 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """A step that provides zeroed memory of `nbytes` bytes on each rank of a group. All ranks can
-    access all of it. The answer is a PeerMemory, which is the same at every call; None if the ranks
-    have no such memory.
+    """A step that provides memory of `nbytes` bytes on each rank of a group. The memory is zero at
+    first, and every rank can access the memory of all ranks. The answer is a PeerMemory, which is
+    the same at every call; None if the ranks have no such memory.
 
     Attributes:
         group: The name of the group.
         form: How kernels use the memory. All calls of one form share the memory, on all ranks.
-        kind: More properties of the launched kernels, which are the same on all ranks.
+        kind: Further properties of the kernel, in which kernels of one form may differ. They are
+            the same on all ranks.
         nbytes: The size of the memory of each rank.
         programs: The largest number of programs of a launch.
         spec: The kernel of this call. Each rank must be able to compile it at the first call of its
@@ -114,10 +115,11 @@ class PeerMemory:
     """Memory that ranks share.
 
     Attributes:
-        addresses: int64, the start of each rank's memory, as this rank addresses it. It is a tensor
-            or its address.
-        sent: int32, one number for each program, zero at first. It is a tensor or its address.
-        rank: This rank.
+        addresses: An int64 tensor, or the address of one: the start of each rank's memory, as this
+            rank addresses it.
+        sent: An int32 tensor, or the address of one, with a number for each program: how many rows
+            the program has sent. The numbers are zero at first.
+        rank: The number of this rank in the group.
         holds: A function that returns whether the name still belongs to the group that allocated
             the memory.
     """

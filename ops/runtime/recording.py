@@ -27,8 +27,9 @@ class _Form:
     """The positions of arguments, for calls that pass the same arguments in the same way.
 
     Attributes:
-        tensors, lists, plain: Functions that pick the values of each kind from the arguments.
-            Values may be None.
+        tensors: A function that picks the tensors from the arguments. Some may be None.
+        lists: A function that picks the lists from the arguments. Some may be None.
+        plain: A function that picks all other arguments.
         moving: The tensors whose addresses may change from call to call.
     """
 
@@ -113,6 +114,6 @@ def _metadata(tensor: torch.Tensor) -> Key:
 
 
 def tensor_devices(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.device]:
-    """Returns the devices of all tensors. The metadata of a key do not contain them."""
+    """Returns the devices of all tensors. The metadata of a key has only the first device."""
     values = (*args, *kwargs.values())
     return [value.device for value in values if isinstance(value, torch.Tensor)]

@@ -1,8 +1,8 @@
 """Repeats a call: makes the launches and library calls of its program again, with new memory.
 
-A repeat allocates the call's results separately, and all of its scratch memory at once, with the
-same layout as before. It makes each launch by addresses. The arguments are at the same addresses as
-before, except arguments that may move.
+A repeat allocates each result of the call separately, and all scratch memory of the call at once,
+with the same layout as before. It passes addresses, not tensors, to each launch. The arguments are
+at the same addresses as before, except arguments that may move.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class _Memory:
         return self.count - 1
 
     def add_buffer(self, tensor: torch.Tensor) -> None:
-        """Adds new memory. If a result begins there, it is a separate part; else it is scratch
-        memory."""
+        """Adds new memory. If a result begins at the address of the memory, the memory is a
+        separate part; otherwise, it belongs to the scratch memory."""
         if not tensor.numel():
             return
         if tensor.data_ptr() in self._shapes:
@@ -149,10 +149,16 @@ def repeat(
     args, kwargs: the arguments of the call that made the program. moving: the positions in args of
     tensors that may have another address in another call.
 
-    Steps cannot be repeated in these cases: the program says so; a step reads memory that is
-    neither an argument nor allocated by this call, because its contents are unknown; a moving
-    argument partly overlaps another argument; no step fills a result; or a result does not have the
-    layout of a new tensor. The function keeps no tensor alive.
+    Steps cannot be repeated in these cases:
+
+    - The program is marked as not repeatable.
+    - A step reads memory that is neither an argument nor allocated by this call. The contents of
+      such memory are unknown.
+    - A moving argument partly overlaps another argument.
+    - No step fills a result.
+    - A result does not have the layout of a new tensor.
+
+    The returned function keeps no tensor alive.
     """
     if not program.repeatable:
         return None

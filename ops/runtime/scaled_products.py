@@ -27,19 +27,21 @@ from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import Buffer, Library, Step
 
-#: The unit that has one scale. TENSORS: each tensor has one scale. ROWS: each row of both tensors
-#: has one. BLOCKS: 128 columns of a row of x share a scale, and so does a block of 128 x 128 of the
-#: weight.
+#: The kinds of scales. TENSORS: x has one scale, and the weight has one scale. ROWS: each row of x
+#: and of the weight has a scale. BLOCKS: each 128 columns of a row of x have a scale, and so has
+#: each block of 128 x 128 numbers of the weight.
 TENSORS, ROWS, BLOCKS = "tensors", "rows", "blocks"
 # The library requires sizes and strides to be multiples of this number.
 _UNIT = 16
-# The first release of torch that supports ROWS with a float16 result, and the first release that
-# supports BLOCKS with the strides that cuBLAS reads. Releases before the second one computed wrong
-# products with BLOCKS if K was not a multiple of 512.
-_ROWS_OF_FLOAT16, _WITH_BLOCKS = "2.10", "2.11"
-# For BLOCKS, the library requires the number of x's rows, and the number of columns of a weight's
-# scales, to be multiples of these numbers.
+# The first release of torch that supports ROWS with a float16 result.
+_ROWS_OF_FLOAT16 = "2.10"
+# The first release of torch that supports BLOCKS with the strides that cuBLAS reads. Earlier
+# releases computed wrong products with BLOCKS if K was not a multiple of 512.
+_WITH_BLOCKS = "2.11"
+# For BLOCKS, the library requires the number of rows of x to be a multiple of this number.
 _ROWS_OF_BLOCKS = 4
+# For BLOCKS, the library requires the number of columns of the weight's scales to be a multiple of
+# this number.
 _COLUMNS_OF_BLOCKS = 4
 # The dtypes of scales that a kernel converts to float32. PyTorch converts all other dtypes.
 _WIDENED = (*HALVES, torch.float32)
@@ -121,7 +123,7 @@ def scaled_product(
     target: Target,
     bias: torch.Tensor | None = None,
 ) -> Generator[Step, Any, torch.Tensor]:
-    """Returns the product in `out_dtype`, rounded once. bias [N] has the same dtype."""
+    """Returns the product in `out_dtype`, rounded once. bias: [N] of `out_dtype`, or None."""
     kind, tokens = operands.kind, operands.x.shape[0]
     assert kind is not None
     rows = operands.weight.shape[0]
@@ -143,9 +145,9 @@ def scaled_product(
 
 
 def _weight_scales(operands: ScaledOperands, target: Target) -> Generator[Step, Any, torch.Tensor]:
-    """Returns the weight's scales in float32, contiguous. They are one number, or [N, 1] with a
-    number for each row, or a number for each block, with columns padded to a multiple of four. If
-    the model stores the scales in this form, they are not copied."""
+    """Returns the scales of the weight in the form that the library needs: float32 and contiguous.
+    They are one number, a number for each row [N, 1], or a number for each block, with columns
+    padded to a multiple of four. If the model stores them in this form, they are not copied."""
     scale, kind, (rows, columns) = operands.weight_scale, operands.kind, operands.weight.shape
     if kind == TENSORS:
         wide = WideScales(1, 1, 1, 1)

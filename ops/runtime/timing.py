@@ -1,4 +1,5 @@
-"""Measures times of GPU work, as medians over CUDA graphs that are replayed in turn.
+"""Measures the times of variants of GPU work. Each variant is captured in a CUDA graph, and the
+graphs are replayed in turn.
 
 A variant is a list of calls that are captured in one CUDA graph. All variants are timed in every
 round, so that they have the same clocks and temperatures. The result is the median over rounds. For
@@ -41,9 +42,10 @@ def capture(calls: Sequence[Call], warmup: int = 3) -> torch.cuda.CUDAGraph:
 def _streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Returns the streams of warm-ups and of captures, the same for each call.
 
-    All captures on one stream share cuBLAS's workspace, which is in the memory of the first of
-    them. On the default stream of `torch.cuda.graph`, the user's graphs would use memory that
-    PyTorch may free after the graphs of this file are gone.
+    All captures on one stream share cuBLAS's workspace, which is allocated in the memory of the
+    first captured graph. If this file captured on the default stream of `torch.cuda.graph`, graphs
+    that the user captures later would use a workspace that PyTorch may free when the graphs of this
+    file are gone.
     """
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 

@@ -8,8 +8,8 @@ check gets no answer, the thread logs a message and aborts the process, and the 
 end. PyTorch's watchdog of NCCL ends a rank whose collective is lost in the same way
 (ProcessGroupNCCL.cpp, `terminateProcess`). A rank that does not wait keeps running.
 
-The threads need Python's lock, like all threads: if the code of a process never releases the lock,
-the process is not ended. This module does not import torch.
+The threads need Python's global interpreter lock, like all threads of Python: if the code of a
+process never releases the lock, the process is not ended. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ EVERY_S = 5.0
 DEADLINE_S = 60.0
 #: How many seconds writing the message may take.
 SAY_S = 5.0
-# A check waits for its deadline in this many parts. If the process is stopped for a while, at most
-# one part ends in this time, so the check still waits for the remaining parts.
+# A check divides the time until its deadline into this many waits. If the process is stopped for a
+# while (SIGSTOP), at most one wait ends in that time, and the check still has the other waits.
 _PARTS = 20
 
 Waits = Callable[[], bool]
@@ -45,8 +45,8 @@ class Process(NamedTuple):
 
     Attributes:
         rank: The rank.
-        boot, boot_low: The kernel's boot id.
-        names: The PID namespace.
+        boot, boot_low: The two halves of the boot id of the host's kernel.
+        names: The number of the PID namespace.
         pid: The pid.
         started: The start time in ticks of the kernel, because a pid may be used again.
     """
@@ -64,13 +64,13 @@ class Process(NamedTuple):
         return self[1:4] == other[1:4]
 
 
-#: A rank of which nothing is known.
+#: Stands for a process that cannot be watched.
 UNKNOWN = Process(-1, 0, 0, 0, 0, 0)
 
 
 def this_process(rank: int) -> Process:
-    """Returns this process. Returns UNKNOWN if it cannot be watched or cannot watch other
-    processes. Raises no error."""
+    """Returns the identity of this process. Returns UNKNOWN if this process cannot be watched or
+    cannot watch other processes. Raises no error."""
     try:
         os.close(os.pidfd_open(os.getpid()))
         if os.readlink("/proc/self") != str(os.getpid()):
@@ -178,13 +178,14 @@ class Watch:
         self._waits[process] = waits
 
     def stop(self) -> None:
-        """Prevents this process from being ended, and waits for a check that is in progress."""
+        """Stops all checks, so that no thread ends this process any more. Waits for a check that is
+        in progress."""
         self._stopped.set()
         self._asking.acquire(timeout=1.0)
 
     def close(self) -> None:
-        """Closes the file descriptors. It is called in a forked child, which does not have the
-        threads."""
+        """Closes the file descriptors. This is called in a forked child, in which the threads do
+        not exist."""
         for fd in tuple(self._fds):
             self._close(fd)
 
@@ -208,8 +209,8 @@ class Watch:
             self._stopped.wait(self.every_s)
 
     def _look(self, process: Process, waits: list[Waits], waited: bool) -> bool:
-        """Whether this rank waits for a process that has ended. waited: whether it waited at the
-        previous check."""
+        """Whether this rank waits for a process that has ended. If this rank waited at the previous
+        check too (`waited`), or if the check gets no answer in time, ends this process."""
         waiting = _answer(tuple(waits), self.deadline_s)
         if self._stopped.is_set():
             return False
@@ -255,7 +256,7 @@ def _message(gone: Process, why: str) -> str:
     )
 
 
-# --- the process's own ----------------------------------------------------------------------------
+# --- the watch of this process --------------------------------------------------------------------
 
 _watch = Watch()
 _told: set[str] = set()

@@ -1,1 +1,1 @@
-"""Arithmetic in graphs: formulas to match views with, casts, constants and steps."""
+"""Recognises arithmetic in graphs: formulas, casts, constants and single operations."""

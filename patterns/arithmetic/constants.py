@@ -1,5 +1,5 @@
-"""Constants that the graph computes without inputs, such as shift tables, column orders and group
-numbers."""
+"""Evaluates constants that the graph computes without inputs, such as shift tables, column orders
+and group numbers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _evaluate(value: Value) -> torch.Tensor | None:
         if any(not isinstance(a, (int, float, torch.Tensor)) for a in operands):
             return None
         if value.op in _DIVISIONS and not torch.as_tensor(operands[1]).all():
-            return None  # For integers, the graph raises an error or the result is undefined.
+            return None  # division by zero: for integers, it is an error or undefined
         result: torch.Tensor = getattr(torch, value.op.removeprefix("aten."))(*operands)
         return result
     if value.op == "aten.index":
@@ -97,7 +97,7 @@ def _made(value: Value) -> torch.Tensor | None:
 
 
 def _plain(items: Any) -> bool:
-    """Whether the arguments are numbers, dtypes and similar objects, without a symbol."""
+    """Whether all arguments are numbers, dtypes or similar objects, and none is a symbol."""
     if isinstance(items, (list, tuple)):
         return all(_plain(item) for item in items)
     plain = (int, float, str, torch.dtype, torch.device, torch.layout)
@@ -139,8 +139,9 @@ def _select(tensor: torch.Tensor, view: View) -> np.ndarray:
 
 
 def offsets(dim: Dim, strides: Mapping[int, int]) -> np.ndarray:
-    """Returns, for each index of a dimension, the distance from the dimension's start in the base.
-    strides: the strides of the base's axes. An axis without a stride counts as 0."""
+    """Returns, for each index of a dimension, the distance in the base's memory from index 0 of the
+    dimension to this index. strides: the strides of the base's axes. An axis without a stride
+    counts as 0."""
     at = np.zeros(1, dtype=np.int64)
     for atom in dim:
         step = 0 if atom.axis is None else atom.step * strides.get(atom.axis, 0)

@@ -1,4 +1,4 @@
-"""Equality of values that the graph computes more than once."""
+"""Decides whether two values that the graph computes separately are equal."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from tilewright.patterns.dataflow import View
 
-# Operations whose results have unknown contents. Two such results are equal only if they are the
-# same value.
+# Operations whose results have unknown contents. Two such results are equal only if one operation
+# computed both.
 _NEVER_EQUAL = {
     "input", "constant", "store", "aten.empty", "aten.empty_like", "aten.new_empty"
 }  # fmt: skip
 
 
 def equal_values(a: View, b: View) -> bool:
-    """Whether two views have the same numbers, because they are the same operation on the same
-    operands.
+    """Whether two views certainly have the same numbers, because the graph computes both with the
+    same operations from the same operands.
 
     Dynamo does not merge common subexpressions, so the graph may compute the slots of K and V
     separately.

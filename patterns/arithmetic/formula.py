@@ -7,8 +7,9 @@
 
 Factors and summands may have either order. Matching ignores casts between floating types, and
 layout operations (`view`, `transpose`, slices, `expand`) between two steps. A named tensor is bound
-as a view that has the dimensions of the matched view. If all values in between are read whole, the
-bound view may have fewer dimensions and broadcast.
+as a view that has the dimensions of the matched view. If the matched operations read all their
+operands whole, the bound view may have fewer dimensions, and broadcasts to those of the matched
+view.
 
 The signature of a view consists of its last operation and the last operations of its arguments. It
 determines which formulas can match.
@@ -33,8 +34,10 @@ from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 _COMMUTE = frozenset({"aten.add", "aten.mul"})
 # Options, with the values for which an operation behaves as if the option were not given.
 _NEUTRAL = {"alpha": 1, "value": 1, "rounding_mode": None}.items()
-# The last operations that stand for arguments that are not views.
-_NUMBER, _ABSENT = "number", "absent"
+# The entry of a signature for an argument that is a number.
+_NUMBER = "number"
+# The entry of a signature for an argument that is not given.
+_ABSENT = "absent"
 # How many signatures each formula remembers. A model has a few hundred.
 _KNOWN = 4096
 
@@ -51,8 +54,8 @@ class Found(NamedTuple):
     absorbed: tuple[Value, ...]
 
 
-#: A function that continues with the bindings so far. If it returns None, the formula tries its
-#: next alternative.
+#: A function that continues the matching with the bindings so far. If the function returns None,
+#: the formula tries its next alternative.
 Then = Callable[[Found], Any]
 _Matcher = Callable[[Any, Found, Then], Any]
 _Strip = Callable[[View], tuple[View, tuple[Value, ...]]]
@@ -75,8 +78,8 @@ class Formula:
     ways: tuple[Formula, ...] = ()
 
     def match(self, item: Any, then: Then = lambda found: found) -> Any:
-        """Calls `then` for each match, and returns its first result that is not None. If there is
-        none, returns None.
+        """Calls `then` for each match, and returns the first result of `then` that is not None. If
+        there is no such result, returns None.
 
         item: a view, a number or another argument.
         """
@@ -237,8 +240,9 @@ def reduction(
 ) -> Formula:
     """Matches a reduction `op` over runs of numbers along the last dimension.
 
-    operand: matches the input. It gets a view in which each number of a run is at the index of the
-    run's result. width: the name of the length of a run. holds: one more condition on the value.
+    operand: a formula that matches the input. The formula gets a view of the input in which each
+    number of a run has the index of the run's result. width: the name of the length of a run.
+    holds: one more condition on the value.
     """
     name = f"aten.{op}"
 
@@ -266,8 +270,8 @@ def largest(of: Formula, width: str) -> Formula:
 
 
 def aside(formula: Formula) -> Formula:
-    """Returns a formula with the same matches that absorbs no values, so that they stay in the
-    graph."""
+    """Returns a formula with the same matches that absorbs no values, so that the matched values
+    stay in the graph."""
 
     def match(item: Any, found: Found, then: Then) -> Any:
         return formula.matcher(item, found, lambda f: then(Found(f.bound, found.absorbed)))
@@ -358,7 +362,7 @@ def _root(item: Any) -> str:
 
 
 def _fit(wanted: Sequence[Formula], given: Signature) -> bool:
-    """Whether arguments with these roots can match these formulas."""
+    """Whether arguments with these last operations can match these formulas."""
     pairs = zip(wanted, given, strict=False)
     return all(formula.roots is None or root in formula.roots for formula, root in pairs)
 
@@ -395,8 +399,8 @@ def _runs_of(view: View) -> View | None:
 
 def _in_run(view: View, runs: View) -> View | None:
     """Returns the input of a reduction as a view that has each number of a run at the place where
-    `view` has the result of the run. This is [..., n] for [..., 1], and also for a view whose last
-    dimension repeats every result n times. Returns None for another view."""
+    `view` has the result of the run. The returned view is [..., n] if `view` is [..., 1], or if the
+    last dimension of `view` repeats every result n times. Returns None for any other `view`."""
     *lead, last = view.effect.dims or ((),)
     axis, length = len(runs.shape) - 1, runs.shape[-1]
     if last and (last[-1].axis is not None or last[-1].length != length):

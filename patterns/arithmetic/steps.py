@@ -1,4 +1,4 @@
-"""Single operations, however they are written: reductions, clamps and fills."""
+"""Recognises reductions, clamps, fills and other single operations, however they are written."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def is_filled(item: Any, number: float) -> bool:
 
 
 def filled_with(item: Any) -> float | None:
-    """Returns the number that an item is, or the number that every element of a tensor was created
-    with; else None."""
+    """Returns the number that an item is, or with which every element of a tensor was created.
+    Returns None for any other item."""
     if not isinstance(item, View):
         return given_number(item)
     value = item.value

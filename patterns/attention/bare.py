@@ -48,7 +48,7 @@ def of_bare_operands(found: Attention, flow: Dataflow) -> Attention:
 
 
 def with_end_in(found: Attention, dtype: torch.dtype, flow: Dataflow) -> Attention | None:
-    """Returns the attention with the cast of its result to `dtype` as its end. Returns None if the
+    """Returns the attention, extended by the cast of its result to `dtype`. Returns None if the
     graph does not round the result to this dtype."""
     end = flow.only_user(found.end)
     if found.end.dtype == dtype:
@@ -78,8 +78,8 @@ def by_token(q: View) -> View:
 
 
 def check_dense(view: View, who: str, attention: Attention, flow: Dataflow) -> None:
-    """Raises Reject (ATTENTION_FORM) unless the rows of a view are contiguous. who: what a row is
-    called in the message."""
+    """Raises Reject (ATTENTION_FORM) unless the rows of a view are contiguous. who: the name of a
+    row in the message."""
     if not flow.rows_are_dense(view):
         why = f"the numbers of a {who} are not contiguous in memory"
         hint = (

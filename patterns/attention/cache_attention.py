@@ -4,10 +4,11 @@
     out  = softmax(q @ k^T * scale, masked) @ v        ⇒   cache_attention(q, cache_k, cache_v)
 
 The pattern matches `scaled_dot_product_attention`, or two products and a softmax. The model may
-repeat heads itself, share them with `enable_gqa`, or have one for each query head. Keys may come
-from a cache after a write to it, from pages that the graph gathers, or from this graph. If the
-expressions of a mask in the graph are recognised, the mask becomes options of the op. Any other
-mask is passed as a tensor. Dimension letters are explained in `patterns/recognise/attention.py`.
+repeat key-value heads itself, share them with `enable_gqa`, or have one key-value head for each
+query head. Keys may come from a cache after a write to it, from pages that the graph gathers, or
+from this graph. If the expressions of a mask in the graph are recognised, the mask becomes options
+of the op. Any other mask is passed as a tensor. Dimension letters are explained in
+`patterns/recognise/attention.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from tilewright.patterns.recognise.dtypes import FLOATS, check_dtypes, dtype_nam
 
 @dataclass(frozen=True)
 class CacheAttention:
-    """The pattern that the module's docstring describes."""
+    """Matches attention that reads a cache, has a mask, or shares keys among heads."""
 
     name: str = "cache_attention"
     op: str = "cache_attention"
@@ -83,7 +84,7 @@ class CacheAttention:
             return match_call(anchor)
         if reads_a_cache(anchor):
             return self._match(anchor, flow, None)
-        with as_advice(anchor):  # A library's kernel computes the graph as it is written.
+        with as_advice(anchor):  # a library's kernel is as good
             return self._match(anchor, flow, "advice")
 
     def _match(self, anchor: Value, flow: Dataflow, weight: Weight | None) -> Match:

@@ -28,9 +28,9 @@ class Decoded:
     Attributes:
         codes: [B, K, H, D], bytes that stand for numbers of `dtype`.
         dtype: The 8-bit float dtype.
-        scale: Multiplies the numbers. It is a number, or a view of the same shape that repeats
-            along K and D; None for 1.
-        divides: Whether the scale divides the numbers instead.
+        scale: The factor that multiplies the decoded numbers. It is a number, or a view [B, K, H,
+            D] that repeats along K and D; None for 1.
+        divides: Whether the graph divides by the scale instead of multiplying by it.
     """
 
     codes: View
@@ -56,8 +56,8 @@ class Decoded:
 
 
 def decoded(view: View) -> Decoded | None:
-    """Returns the codes that a view [B, K, H, D] is decoded from. Returns None if it is not
-    decoded, or if the scale varies from token to token or along D."""
+    """Returns the codes that a view [B, K, H, D] is decoded from. Returns None if the view is not
+    decoded from codes, or if the scale varies from token to token or along D."""
     found = _decoded(view)
     if found is None or not isinstance(found.scale, View):
         return found
@@ -97,7 +97,8 @@ def _decoded(view: View) -> Decoded | None:
 
 
 def _widened(view: View) -> Decoded | None:
-    """Returns the codes of a cast to a dtype that represents all of them exactly; else None."""
+    """Returns the codes that a view casts to a dtype that represents every code exactly. Returns
+    None for any other view."""
     value = view.value
     if value.op != "cast" or value.dtype not in WIDE:
         return None

@@ -1,6 +1,6 @@
-"""Calls of `flex_attention`. Before patterns run, the compiler replaces each call by ordinary
-operations. This file reports calls for which this was not possible, and calls for which the
-ordinary operations are not recognised as attention."""
+"""Reports calls of `flex_attention` that cannot be fused. Before patterns run, the compiler
+replaces each call by ordinary operations. This file reports calls that could not be replaced, and
+calls whose ordinary operations are not recognised as attention."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _HINT = (
 
 
 def unread_calls(flow: Dataflow) -> Iterator[Value]:
-    """Yields the results of calls that the compiler did not replace by ordinary operations. Of a
-    call that it did replace, yields the softmax if the pattern does not recognise the attention."""
+    """Yields the results of calls that the compiler did not replace by ordinary operations. If the
+    compiler did replace a call, but the pattern does not recognise the attention, yields the
+    softmax of this call."""
     for value in flow.values:
         if (UNREAD in value.node.meta and value.kwargs.get("output", 0) == 0) or (
             SPELLED in value.node.meta and sketch_of(value) is None

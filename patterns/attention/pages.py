@@ -23,7 +23,7 @@ from tilewright.patterns.recognise.routing import gathered
 
 @dataclass(frozen=True)
 class Pages:
-    """A pool of pages and its table.
+    """A pool of pages, and the block table that gives the pages of each sequence.
 
     Attributes:
         pool: [N, P, H, D].
@@ -58,7 +58,8 @@ def same_pages(k: View, v: View) -> SamePages | None:
         return None
     if not found[0].wrapped:
         return SamePages(pools, table)
-    # In the op, pages do not count from the end. An entry that the graph refuses stays invalid.
+    # The op does not count negative pages from the end. An entry that is invalid in the graph stays
+    # invalid.
     counted = Computed("add", (table, pools[0].shape[0]))
     return SamePages(pools, Computed("where", (Computed("lt", (table, 0)), counted, table)))
 

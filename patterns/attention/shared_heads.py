@@ -1,4 +1,5 @@
-"""Finds keys and values as a cache stores them, with one head for all query heads that share it.
+"""Finds keys and values in the form in which a cache stores them: one head for all query heads that
+share this head.
 
     k = cache[:, :, None].expand(B, Hkv, Hq // Hkv, K, D).reshape(B, Hq, K, D)    ⇒   cache
 
@@ -27,8 +28,8 @@ def _repeats(view: View) -> int:
 
 
 def once(view: View, group: int) -> View:
-    """Returns [B, K, H / group, D] from [B, K, H, D]. It has the first of every `group` equal
-    heads."""
+    """Returns [B, K, H / group, D] from [B, K, H, D]. The result has the first of every `group`
+    equal heads."""
     if group == 1:
         return view
     batch, length, heads, width = view.effect.dims

@@ -19,7 +19,8 @@ from tilewright.patterns.recognise.masks import visible_by
 
 
 def visible_keys(attention: Attention) -> dict[str, Any]:
-    """Returns the op's arguments for the mask of an attention. Raises Reject (ATTENTION_FORM)."""
+    """Returns the op's arguments for the mask of an attention. Raises Reject (ATTENTION_FORM) if
+    the attention has a mask in addition to `is_causal`."""
     if attention.row_offsets is not None:
         return _ragged(attention)
     mask, added = attention.mask, attention.added

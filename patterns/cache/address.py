@@ -49,7 +49,7 @@ class Address:
         scale: The scale of the cache, in the form that the op expects.
         scale_multiplies: Whether values are multiplied by the scale. If not, they are divided by
             it.
-        saturates: As in :func:`saturates`.
+        saturates: Whether values outside the range of `dtype` become its largest number.
         absorbed: The graph's values between the source and the cache.
     """
 
@@ -105,8 +105,8 @@ def check_pair(k: Address, v: Address, flow: Dataflow, *culprits: Value) -> None
 
 
 def address(write: CacheWrite, flow: Dataflow) -> Address:
-    """Returns the window and the slots of one write. Raises Reject if its addressing is not
-    recognised."""
+    """Returns the window and the slots of one write. Raises Reject if the write addresses the cache
+    in an unknown form."""
     store, written = write.record, write.written
     if written is None:
         _reject_unknown(write)
@@ -149,7 +149,7 @@ _EXACT = ("index_copy_", "scatter_")
 
 
 def _refuse(code: str, message: str, culprit: Value | View, hint: str = "") -> NoReturn:
-    """Rejects the write as a whole."""
+    """Raises Reject at the first stage, so that no pattern matches the write."""
     reject(code, Stage.ANCHORED, message, culprit, hint=hint)
 
 
@@ -225,7 +225,7 @@ def _one_index(
         message = (
             f"index_copy_ does not accept slots of {slots.value.dtype}: the call raises an error"
         )
-        _refuse("SLOT_INDEX", message, slots, "give it 64-bit slots: slots.long()")
+        _refuse("SLOT_INDEX", message, slots, "give index_copy_ slots of 64 bits: slots.long()")
     page, head, element, at = _roles(write, written, index, head_axis)
     lead = list(range(len(slots.effect.dims)))
     if page is None:
@@ -298,7 +298,8 @@ def _filled(write: CacheWrite, written: Written) -> Address:
             if is_in_package(write.node, "transformers")
             else (
                 "keep a ring of slots, cache[:, :, positions % window] = k, and compute the "
-                "mask from the position that each slot holds; moving the window copies all of it"
+                "mask from the position that each slot holds; moving the window copies the whole "
+                "window"
             ),
         )
     found = fill_slices(write.target, write.memory.shape)
@@ -362,7 +363,9 @@ def _flat_slots(write: CacheWrite, dim: int) -> _Pages:
     atoms = write.target.dims[dim]
     strides = [a.step * write.memory.strides[a.axis] for a in atoms if a.axis is not None]
     if len(strides) != len(atoms) or len(atoms) > 2:
-        _refuse("CACHE_LAYOUT", "the slots are not pages of slots", write.store)
+        _refuse(
+            "CACHE_LAYOUT", "the slot dimension does not consist of pages of slots", write.store
+        )
     if len(atoms) == 2:
         return atoms[0].length, atoms[1].length, strides[0], strides[1]
     if not atoms:

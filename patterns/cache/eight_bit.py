@@ -3,8 +3,8 @@
     k ─ [/ scale or * scale] ─ [clamp] ─ to(float8) ─ [view(uint8)] ─▶ cache
 
 The op rounds once. If there is a clamp, the op saturates. If not, a number out of range becomes the
-same number as in PyTorch's cast: infinity (float8_e5m2), or NaN or the largest number, depending on
-the release of PyTorch (float8_e4m3fn).
+same number as in PyTorch's cast. For float8_e5m2, this is infinity. For float8_e4m3fn, it is NaN or
+the largest number, depending on the release of PyTorch.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class Written:
 
     Attributes:
         view: The values.
-        scale: A number, or a view of `view`'s shape that repeats along the dimensions in which it
-            does not vary.
+        scale: A number, or a view that has the shape of `view` and repeats along the dimensions in
+            which the scale does not vary.
         multiplies: Whether values are multiplied by the scale. If not, they are divided by it.
-        held: Whether the graph clamps the values to the cache's range, (from below, from above).
+        held: Two bools: whether the graph clamps the values to the cache's range from below, and
+            whether it clamps them from above.
         between: The graph's values between `view` and the cache.
     """
 
@@ -84,8 +85,8 @@ def _earlier(written: Written, dtype: torch.dtype) -> Written | None:
 
 
 def _is_rounding(written: Written, dtype: torch.dtype) -> bool:
-    """Whether the op may omit a cast. It may omit the rounding that it computes itself, a rounding
-    directly before that, and a cast to a wider dtype."""
+    """Whether the op may omit a cast. The op may omit the rounding that it computes itself, a
+    rounding directly before its own rounding, and a cast to a wider dtype."""
     value = written.view.value
     before = value.args[0].value.dtype
     if before not in WIDE:
@@ -189,7 +190,7 @@ def scale_argument(written: Written, device: torch.device) -> View | Computed | 
 
 def scale_of_heads(scale: View | float, device: torch.device) -> View | Computed | None:
     """Returns the scale of heads [..., H, D] in the form that ops expect: fp32, [] or [H]. Returns
-    None if it varies from token to token or along head_dim."""
+    None if the scale varies from token to token or along head_dim."""
     if not isinstance(scale, View):
         options = (("dtype", torch.float32), ("device", device))
         return Computed("full", ((), float(scale)), options)

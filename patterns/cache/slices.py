@@ -1,7 +1,7 @@
 """Finds what each dimension means in a slice of a cache that is written, `cache[:B, s : s + n]`.
 
 There is no index tensor that shows which dimension of a slice has the slots. The slots are in the
-dimension that is cut.
+dimension that the slice cuts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ class Slots:
 
     Attributes:
         page: The dimension of pages; None if there is a single page.
-        slot, head, element: The dimensions of slots, heads and elements.
+        slot: The dimension of slots.
+        head: The dimension of heads.
+        element: The dimension of a head's elements.
         axis: The axis of the memory that has the slots. If there is a single head, the memory may
             have no axis for heads.
     """

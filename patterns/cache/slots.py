@@ -122,8 +122,8 @@ def slot_table(flow: Dataflow, slots: View, page_size: Size) -> Slots | None:
 
 
 def _usable(flow: Dataflow, view: View) -> bool:
-    """Whether a view is of an integer tensor that the graph never writes. The op may then read it
-    later."""
+    """Whether a view is of an integer tensor that the graph never writes. The op may then read the
+    tensor at a later place in the program."""
     memory = flow.memory_of.get(flow.home(view.value))
     written = memory is not None and any(map(flow.written.get, flow.on_storage(memory.storage)))
     return view.value.dtype in _INTEGERS and not written

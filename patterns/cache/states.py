@@ -1,5 +1,5 @@
-"""Recognises writes of states of layers that are not attention. The memory of such a state looks
-like a cache but is not one.
+"""Recognises writes to the states of layers that are not attention. The memory of such a state
+looks like a cache, but is not a cache.
 
 A state is either the inputs that a convolution still needs, or the state of a recurrence. A write
 replaces the whole state. The state of a recurrence may also be replaced head by head.
@@ -40,11 +40,11 @@ def continues(value: Value, memory: Memory) -> bool:
 
 
 def _walk_tokens(value: Value, axes: set[int | None]) -> bool:
-    """Whether a value has a single axis in `axes`, and this axis runs over tokens, like the last
+    """Whether `axes` is a single axis of a value, and this axis runs over tokens, like the last
     axis of a convolution's state [batch, channels, width].
 
-    An axis runs over tokens if the value is concatenated with earlier tokens along it, or if it is
-    not the axis of a projection's features.
+    An axis runs over tokens if the value is concatenated with earlier tokens along this axis, or if
+    the value is a projection and the axis is not the one of its features.
     """
     for _ in range(_REACH):
         if len(axes) != 1 or value.op not in _BY_ELEMENT:

@@ -34,7 +34,9 @@ class CacheWrite:
     Attributes:
         stores: The in-place writes. There are several if the model writes a dimension row by row.
         record: These writes combined into one.
-        target, index, along: As in :class:`Store`, for this part of the record.
+        target: The part of the memory that this write covers, as in :class:`Store`.
+        index: The index tensors of the target's dimensions, as in :class:`Store`.
+        along: The dimension in which each row has its own slots, as in :class:`Store`; else None.
         written: The stored values; None if they are not known.
     """
 
@@ -75,10 +77,11 @@ class WritePair:
     """A K write and a V write of the same tokens, or a single write.
 
     Attributes:
-        first, second: The writes. second is None for a single write.
+        first: The write of K, or the single write.
+        second: The write of V; None for a single write.
         unlike: For a single write, another write of the same tokens, whose heads have another
             width.
-        again: Whether the write is also a part of another pair.
+        again: Whether this is a single write that is also a part of another pair.
     """
 
     first: CacheWrite
@@ -141,7 +144,8 @@ _REACH = 32
 
 def _is_given(store: Store, flow: Dataflow) -> bool:
     """Whether a part of a cache is written with an activation that is an input of the graph, or
-    with simple arithmetic on one. An earlier graph or the caller has projected this activation."""
+    with simple arithmetic on such an input. An earlier graph or the caller has projected this
+    activation."""
     source = store.source
     assert source is not None
     part = bool(store.index) or not effects.is_identity(store.target, store.memory.shape)
@@ -194,20 +198,21 @@ def _lacks_heads(write: CacheWrite) -> bool:
 
 def _is_one(write: CacheWrite, dim: int) -> bool:
     """Whether a dimension is a whole axis of length one. A slice that takes one token of many is
-    not."""
+    not a whole axis."""
     one = write.target.dims[dim] == ()
     return one and (bool(write.index) or write.memory.shape[-2] == 1)
 
 
 def _inputs_of(flow: Dataflow, value: Value) -> list[View]:
-    """Returns the views that are inputs of the node of an unknown write."""
+    """Returns the views that the node of a write reads, if it is not known what this node
+    writes."""
     views = [flow.views[n] for n in value.node.all_input_nodes if n in flow.views]
     return [v for v in views if isinstance(v, View)]
 
 
 def _written(store: Store) -> Written | None:
     """Returns the values that a write stores, in the cache's dtype, or before they were rounded to
-    it."""
+    this dtype."""
     source, dtype = store.source, store.memory.dtype
     if source is None:
         return None
@@ -223,8 +228,9 @@ def _written(store: Store) -> Written | None:
 
 
 def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
-    """Splits a write of both K and V, such as `cache[page, :, slot] = stack([k, v], 1)`, or a `cat`
-    along the heads. Yields any other write unchanged."""
+    """Splits a write of both K and V into two. The written value is a `stack`, such as in
+    `cache[page, :, slot] = stack([k, v], 1)`, or a `cat` along the heads. Yields any other write
+    unchanged."""
     written = write.written
     if written is None or written.view.value.op != "aten.cat":
         yield write
@@ -324,7 +330,7 @@ def _next_row(group: Sequence[Value], record: Store, store: Store) -> Store | No
     if target is None or read is None or first.index.keys() != store.index.keys():
         return None
     if len(first.index) > 1:
-        return None  # pages and slots: each row is written by a separate group
+        return None  # with a page index and a slot index, the writes are not combined
     whole = View(source.value, read)
     if not first.index:
         return replace(first, target=target, source=whole)

@@ -1,5 +1,5 @@
-"""The operations after a linear that is split over ranks: the parts of the ranks are summed, the
-residual is added, and the linears of the next layer read the norm of the sum.
+"""Matches the operations after a linear that is split over ranks: the parts of the ranks are
+summed, the residual is added, and the linears of the next layer read the norm of the sum.
 
     summed = residual + all_reduce(part)
     normed = rms_norm(summed) * norm_weight      ⇒   all_reduce_residual_norm(part, residual, ...)
@@ -27,16 +27,16 @@ _REACH = 16
 
 @dataclass(frozen=True)
 class AllReduceResidualNorm:
-    """The pattern that the module's docstring describes."""
+    """Matches a sum over ranks, the residual that is added to it, and the norm of the result."""
 
     name: str = "all_reduce_residual_norm"
     op: str = "all_reduce_residual_norm"
     asked_before: ClassVar[tuple[str, ...]] = (
         "linear_activation",
-    )  # linear_activation would match the norm
+    )  # linear_activation would otherwise absorb the norm
     optional: ClassVar[bool] = True  # without a kernel, PyTorch's operations are good enough
     sought: ClassVar[Sought] = Sought(
-        "sums over ranks with a residual and a norm behind them",
+        "sums over ranks that are followed by a residual and a norm",
         frozenset({"_c10d_functional::all_reduce", "opaque:all_reduce"}),
         before=frozenset({"product"}),
     )

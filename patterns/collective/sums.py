@@ -22,9 +22,10 @@ class RankSum:
     Attributes:
         part: The part of this rank.
         residual: The residual.
-        group, num_ranks: The name and the size of the process group.
+        group: The name of the process group.
+        num_ranks: The number of ranks in the process group.
         end: The sum with the residual.
-        absorbed: The values that compute it.
+        absorbed: The values that compute the sum.
     """
 
     part: View

@@ -45,19 +45,22 @@ from tilewright.patterns.quantised.experts import match_dequantized_experts, mat
 from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm, match_grouped
 
-# The number of columns in an NVFP4 block, and the number that the op loads at a time.
-NVFP4_BLOCK, NVFP4_COLUMNS = 16, 32
+# The number of columns in an NVFP4 block.
+NVFP4_BLOCK = 16
+# The number of columns of NVFP4 codes that the op loads at a time.
+NVFP4_COLUMNS = 32
 # A row of codes must take a multiple of this number of bytes.
 ALIGNED_BYTES = 16
 # A bfloat16 product with fewer than SHORT_INNER inner columns, and with MANY_ROWS or more rows in a
 # group on average, is left to torch's kernel. On an H200, torch's kernel was faster for 256 inner
 # columns and 256 rows in a group. It was not faster for 768 columns or for fewer rows.
-SHORT_INNER, MANY_ROWS = 512, 160
+SHORT_INNER = 512
+MANY_ROWS = 160
 
 
 @dataclass(frozen=True)
 class GroupedGemm:
-    """The pattern that the module's docstring describes."""
+    """Matches a grouped GEMM that is not a part of a complete mixture of experts."""
 
     name: str = "grouped_gemm"
     op: str = "grouped_matmul"
@@ -177,8 +180,8 @@ def _both_quantised(
 
 
 def _factors_of(weight: DequantizedExperts, rows: DequantizedExperts) -> list[Computed] | None:
-    """Returns the factors [E] whose product is the common factor of all rows. Returns None if the
-    op cannot use the blocks or the factors of the rows."""
+    """Returns tensors [E]. Each element of their product is the factor that all rows share. Returns
+    None if the op does not support the blocks or the factors of the rows."""
     assert rows.scale is not None
     own = unrepeated(rows.scale.effect.dims[1])[1]
     if (own or weight.shape[2]) % NVFP4_BLOCK or weight.shape[2] % NVFP4_COLUMNS:
@@ -187,8 +190,8 @@ def _factors_of(weight: DequantizedExperts, rows: DequantizedExperts) -> list[Co
 
 
 def _by_expert(rows: DequantizedExperts, num_experts: int) -> list[Computed] | None:
-    """Returns the factors [E] whose product is the common factor of all rows; None if rows have
-    different factors."""
+    """Returns tensors [E]. Each element of their product is the factor that all rows share. Returns
+    None if rows have different factors."""
     views = (*rows.factors, *rows.divisors)
     if not all(effects.repeats(view.effect.dims[0]) for view in views):
         return None
@@ -225,8 +228,8 @@ def _facts(
 
 @dataclass(frozen=True)
 class SignedScales:
-    """Reports products of NVFP4 rows and weights for which the graph does not show that no scale is
-    negative.
+    """Reports products of NVFP4 rows and weights whose scales may be negative, as far as the graph
+    shows.
 
     This pattern never matches. :class:`GroupedGemm` matches these products, with rows that the
     graph decodes.

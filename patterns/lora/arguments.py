@@ -19,7 +19,8 @@ from tilewright.patterns.recognise.dtypes import dtype_name
 
 LETTERS = ("q", "k", "v")
 CAST_ADAPTERS = "peft: get_peft_model(..., autocast_adapter_dtype=False)"
-#: The deltas of one projection, each with its B [G, W, R] in the order of the projection.
+#: The deltas of one projection. Each delta comes with its matrices B [G, W, R], whose W rows are in
+#: the order of the projection's columns.
 Placed = Sequence[tuple[LoraDelta, View]]
 
 
@@ -35,8 +36,8 @@ def together(one: LoraDelta, other: LoraDelta) -> bool:
 
 
 def has_kernels(delta: LoraDelta) -> bool:
-    """Whether the LoRA ops have kernels for an adapter on its device that are faster than the
-    graph.
+    """Whether the LoRA ops have kernels for an adapter, and these kernels are faster than the graph
+    on the adapter's device.
 
     In fp32, there are no tensor cores, so kernels are faster only for a few rows. For many rows,
     cuBLAS is faster.

@@ -3,8 +3,8 @@
 Three forms are matched:
 
 1. One adapter for all rows, as two linears.
-2. One of G adapters for each row or each sequence. Tables are indexed, and followed by bmm, matmul
-or einsum.
+2. One of G adapters for each row or each sequence. The matrices are looked up in stacks by index,
+and multiplied by bmm, matmul or einsum.
 3. Rows that are sorted by adapter, as two grouped products.
 
 Factors may come before, between and after the products, and some rows may have no adapter.
@@ -49,8 +49,8 @@ class Adapters:
     Attributes:
         index: The adapter of each row or sequence, [T or B]. If it is None, there is only one
             adapter.
-        mask: The mask of the rows that have an adapter, in the shape of the index or [T]; None if
-            all rows have an adapter.
+        mask: The mask of the rows that have an adapter. It has the shape of the index, or [T]. It
+            is None if all rows have an adapter.
         outside: The meaning of an index that is not the number of an adapter.
         sorted_by: The ends and the permutation of rows that are sorted by adapter.
     """
@@ -83,14 +83,14 @@ class LoraDelta:
     """The delta that is added to a projection.
 
     Attributes:
-        x: [T, K].
+        x: The activation, [T, K].
         shrink: The matrices A [G, R, K].
         expand: The matrices B [G, W, R].
         adapters: The adapter of each row.
         scale: A factor of the whole delta.
         scales: [G], a factor for each adapter, or None.
         view: [..., W], the whole delta.
-        absorbed: The values that compute it.
+        absorbed: The values that compute the delta.
     """
 
     x: View

@@ -26,8 +26,9 @@ class RowMask:
     """The rows that have an adapter.
 
     Attributes:
-        view: [T or B], bool. It is true for these rows.
-        hides: If True, the view is false for these rows instead.
+        view: A bool view [T or B], which is true for the rows that have an adapter.
+        hides: If True, the view is false for the rows that have an adapter, and true for the
+            others.
     """
 
     view: View

@@ -46,7 +46,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class LoraQkv:
-    """The pattern that the module's docstring describes."""
+    """Matches LoRA adapters of projections that are not a part of a fused cache write."""
 
     name: str = "lora_qkv"
     op: str = "lora_expand_add"
@@ -178,8 +178,8 @@ def _with_gathers(delta: LoraDelta, flow: Dataflow) -> LoraDelta:
     return replace(delta, absorbed=tuple(dict.fromkeys((*delta.absorbed, *tables))))
 
 
-#: Names of the operators with which serving engines multiply by B: bgmv and sgmv of punica,
-#: lora_expand of vLLM.
+#: Matches the names of the operators with which serving engines multiply by B: bgmv and sgmv of
+#: punica, and lora_expand of vLLM.
 _EXPANDS = re.compile(
     r"::(?!.*shrink)\w*(bgmv|sgmv|lora_expand|expand_lora|lora_b(?![a-z])|add_lora)", re.IGNORECASE
 )

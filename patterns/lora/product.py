@@ -133,7 +133,8 @@ def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product
 
 
 def _part_repeated(xs: dict[str, Dim], ws: dict[str, Dim]) -> None:
-    """Removes each dimension that both operands have from an operand in which it only repeats."""
+    """If both operands have a dimension, but one of them only repeats its elements along this
+    dimension, removes the dimension from this operand."""
     for name in xs.keys() & ws.keys():
         repeats = [all(a.axis is None for a in dims[name]) for dims in (xs, ws)]
         if repeats == [True, False]:

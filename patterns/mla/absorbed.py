@@ -30,8 +30,9 @@ _REACH = 48
 class PerHead:
     """A product with a weight for each head: x [tokens..., H, K] @ weight[h] [K, F].
 
-    value: the graph's tensor; result: the names of its dimensions, including `heads` and `feature`.
-    x: has `heads` and `hidden` among its names. weight [H, K, F].
+    value: the result of the product. result: the names of the result's dimensions, which include
+    `heads` and `feature`. x: the operand x, with the names of its dimensions, which include `heads`
+    and `hidden`. weight: [H, K, F].
     """
 
     value: Value
@@ -49,8 +50,8 @@ class PerHead:
         return heads, hidden, features
 
     def is_axis(self, dim: Dim, name: str) -> bool:
-        """Whether `dim`, a dimension of a view of the value, covers the value's whole dimension of
-        this name."""
+        """Whether `dim`, a dimension of a view of the value, covers a whole dimension of the value.
+        name: the name of the value's dimension."""
         axis = self.result.index(name)
         return dim == effects.identity(self.value.shape).dims[axis]
 
@@ -132,8 +133,9 @@ def _per_head(value: Value) -> PerHead | None:
     if product is None or not product.names_differ:
         return None
     sides = [without_repeats(side, product) for side in product.sides]
-    # The weight is the operand that is a parameter. If neither is one, the weight is the operand
-    # that does not depend on a product with a weight. If neither depends on one, it is the second.
+    # The weight is the operand that is a parameter. If neither is a parameter, the weight is the
+    # operand that does not depend on a product with a weight. If neither depends on such a product,
+    # the weight is the second operand.
     sides.sort(key=lambda side: (is_weight(side.view), not side.view.value.projected))
     return _with_weight(value, product.result, *sides)
 
@@ -212,8 +214,8 @@ def query_of(product: PerHead, latent: View) -> View:
 class Taken:
     """The columns of an attention's result that the product after the attention reads.
 
-    columns: the index of the first of these columns. layout: the product's dimensions on the axes
-    [B, S, H, V].
+    columns: the index of the first of these columns. layout: the dimensions of the product's
+    result, expressed on the axes [B, S, H, V].
     """
 
     columns: Size

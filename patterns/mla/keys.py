@@ -50,7 +50,7 @@ class Assembled:
 
     Attributes:
         pieces: The ranges of columns.
-        absorbed: The values that assemble them.
+        absorbed: The values that assemble the columns.
         scratch: The writes to new memory.
     """
 
@@ -64,18 +64,19 @@ class LatentKeys:
     """The tensors from which the keys and values of an attention are computed.
 
     Attributes:
-        latents: [B, K, L].
-        rope_keys: [B, K, R].
-        weight: [H * (N + V), L].
-        row_scale: [H * (N + V), 1]. If the weight is quantised, the graph may multiply the product
-            by it.
-        num_heads, nope, v_dim: The number H of heads, and the widths N and V of the unrotated part
-            of a key and of a value.
+        latents: The latents, [B, K, L].
+        rope_keys: The rotated parts of the keys, [B, K, R].
+        weight: The weight of the up-projection, [H * (N + V), L].
+        row_scale: The scale [H * (N + V), 1] that multiplies the rows of the weight, or None. If
+            the weight is quantised, the graph may multiply the product by such a scale.
+        num_heads: The number H of heads.
+        nope: The width N of the unrotated part of a key.
+        v_dim: The width V of a value.
         scales: If the graph multiplies 8-bit codes themselves, the op's arguments for latents and
             weight; else empty.
         dtype: The dtype of the product.
-        absorbed, scratch: The values that compute K and V from latents, rope keys and weight, and
-            the writes to new memory.
+        absorbed: The values that compute K and V from latents, rope keys and weight.
+        scratch: The writes to new memory.
     """
 
     latents: View
@@ -103,7 +104,7 @@ def has_shared_part(keys: Sequence[View], flow: Dataflow) -> bool:
 
 def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
     """Returns the latents and the weight that K and V of an attention are projected from. Raises
-    Reject."""
+    Reject if K and V have another form, or are projected from different latents."""
     found = assembled(attention.keys, flow)
     widths = " + ".join(str(piece.view.shape[-1]) for piece in found.pieces)
     if len(found.pieces) != 2:
@@ -202,7 +203,8 @@ def _only_scales(linear: Linear) -> bool:
 
 def _row_scale(k: Linear, v: Linear) -> View | None:
     """Returns the scale [N, 1] that multiplies the product, one number for each row of the weight;
-    None if there is none. Raises Reject."""
+    None if there is no such scale. Raises Reject (WEIGHT_FORMAT) if K and V have different scales,
+    or if the product of codes is already scaled."""
     if k.scale is None and v.scale is None:
         return None
     rows = k.gemm.shape[-1]
@@ -221,7 +223,8 @@ def _row_scale(k: Linear, v: Linear) -> View | None:
 
 def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:
     """Returns the weight [H * (N + V), L]. For each head, it has the rows of K and then the rows of
-    V. Raises Reject."""
+    V. Raises Reject (LATENT_WEIGHT) if K and V do not use one weight that has its rows in this
+    order."""
     width = k_rows.head_dim + v_rows.head_dim
     count = k_rows.num_heads
     heads = ((count, width),) if count > 1 else ()
@@ -243,8 +246,9 @@ def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:
 
 
 def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
-    """Returns the op's arguments for the scales of latents and weight, if their codes are
-    multiplied; else an empty dict. Raises Reject."""
+    """Returns the op's arguments for the scales of latents and weight, if the graph multiplies
+    their codes; else an empty dict. Raises Reject if K and V are products of different codes, or if
+    the op does not support the blocks of their scales."""
     if k.x_scale is None or k.weight_scale is None:
         return {}
     if k.value is not v.value or k.weight.value.dtype != torch.float8_e4m3fn:
@@ -256,7 +260,9 @@ def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
     width = (rank if groups == 1 else effects.divides(groups, rank)) or 0
     block = min(width, columns) if isinstance(width, int) else 0
     if block < 1 or width % block or columns % block or rank % block:
-        reject("SCALE_BLOCK", Stage.GUARDS, f"{groups} scales along {rank} latents", k.value)
+        reject(
+            "SCALE_BLOCK", Stage.GUARDS, f"a latent of {rank} columns has {groups} scales", k.value
+        )
     weight_scale = finer(found["q_scale"], columns // block if columns < rank else rank // block)
     layout = effects.compose(keys.effect, k.layout)
     lead = (

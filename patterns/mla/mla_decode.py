@@ -5,9 +5,10 @@ up-projection.
     o_latent = attention([q_latent, q_rope], [latents, rope_keys], latents)
     out      = o_latent @ W_UV[h]^T
 
-Latents and rope keys are columns of one cache or of two caches, sequence by sequence or on pages of
-a table. The graph multiplies the query by latents and rope keys in one product, or in two.
-Dimension letters: as in `patterns/mla/keys.py`; S queries of each sequence, T = B * S.
+Latents and rope keys are columns of one cache or of two caches. A cache is stored sequence by
+sequence, or in pages that a block table lists. The graph multiplies the query by latents and rope
+keys in one product, or in two. Dimension letters: as in `patterns/mla/keys.py`; S queries of each
+sequence, T = B * S.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ _HINT = (
 
 @dataclass(frozen=True)
 class MlaDecode:
-    """The pattern; see the module."""
+    """Matches attention to latents in place, between products with the two halves of the
+    up-projection."""
 
     name: str = "mla_decode"
     op: str = "mla_decode"
@@ -64,7 +66,7 @@ class MlaDecode:
         "lora_qkv",
     )  # That pattern would match the sum of the two products as a base projection and its adapter.
     sought: ClassVar[Sought] = Sought(
-        "attention to latents: its queries and its result are multiplied with weights of each head",
+        "attention to latents: its queries and its result are multiplied by a weight for each head",
         frozenset({"aten.scaled_dot_product_attention", "aten.softmax", "aten.einsum", "aten.bmm"}),
         before=frozenset({"product", "softmax"}),
         behind=frozenset({"product"}),
@@ -102,8 +104,9 @@ class Columns:
     """The two parts of queries and keys: q_latent [B, S, H, L], a view of the absorbed product,
     q_rope [B, S, H, R], latents [B, K, L] and rope_keys [B, K, R].
 
-    factor: the logits are the products of queries and keys, times this factor. absorbed: values
-    between q_latent and attention. scratch: writes into fresh memory.
+    factor: the number that multiplies the products of queries and keys to give the logits.
+    absorbed: the values between q_latent and the attention. scratch: the writes to memory that the
+    graph itself allocates.
     """
 
     q_latent: View
@@ -116,7 +119,8 @@ class Columns:
 
 
 def _columns(attention: Attention, product: PerHead, flow: Dataflow) -> Columns:
-    """Returns the columns of queries and keys. Raises Reject (ABSORBED_DECODE)."""
+    """Returns the columns of queries and keys. Raises Reject (ABSORBED_DECODE) if the query or the
+    keys do not consist of exactly these parts."""
     own, others = [], []
     absorbed: list[Value] = []
     scratch: list[Value] = []
@@ -166,7 +170,7 @@ def _guarded(
     if attention.softcap or attention.sinks is not None:
         refuse("its logits are capped, or have sinks", attention.end)
     if attention.row_offsets is not None:
-        hint = "keys of a sequence lie in a run of their own, or on pages of a table"
+        hint = "store the keys of each sequence side by side, or in pages that a block table lists"
         refuse("its keys belong to a ragged batch", attention.end, hint)
     query, result = anchor.query, anchor.result
     parts = (nope, columns.q_rope, columns.latents, columns.rope_keys, query.weight, result.weight)
@@ -179,7 +183,7 @@ def _guarded(
     )
     ended = with_end_in(attention, dtypes.pop(), flow)
     if ended is None or ended.end is not result.x.view.value:
-        refuse("the values' weight does not multiply its result", attention.end)
+        refuse("no product with the values' weight reads the attention's result", attention.end)
     for view, who in ((columns.latents, "latent"), (columns.rope_keys, "rope key")):
         check_dense(view, who, attention, flow)
     return ended

@@ -33,7 +33,7 @@ _PATH = Path("K_PATH", Stage.K_PATH, "the cache", masked="MASKED_WRITE")
 
 @dataclass(frozen=True)
 class MlaLatentStore:
-    """The pattern that the module's docstring describes."""
+    """Matches the cache write of multi-head latent attention."""
 
     name: str = "mla_latent_store"
     op: str = "mla_latent_store"
@@ -87,7 +87,8 @@ class Part:
     """A latent or a rope key that the graph writes to the cache.
 
     Attributes:
-        write, place: The write, and its address.
+        write: The write.
+        place: The address of the write in the cache.
         heads: The projection that computes the written values; None if the match absorbs no value
             between the projection and the cache.
         rows: [T, L] or [T, R], the values before norm and rotation.
@@ -106,8 +107,8 @@ class Part:
 
     @property
     def is_rope_key(self) -> tuple[bool, Any]:
-        """A sort key that is larger for the rope key, which is rotated, or has no norm, or is
-        narrower."""
+        """A sort key that is larger for the part that is more likely the rope key. The rope key is
+        rotated, has no norm, or is narrower."""
         rotated = self.heads is not None and self.heads.rope is not None
         return rotated, (self.norm is None, -int(self.place.window.head_dim))
 

@@ -7,8 +7,8 @@
 The projection of the query, and everything before the latents, are not a part of the op. Therefore
 the same pattern matches a graph without a cache, a graph that reads its latents from a static
 cache, and a graph that gathers them from pages. The rotation of the query is absorbed if the
-query's projection is found. A decode step that expands its latents matches like a prefill: K is no
-longer computed, and keys past the position of the query are not read.
+query's projection is found. A decode step that expands its latents matches like a prefill. The op
+does not compute K, and does not read keys after the position of the query.
 
 Dimension letters are explained in `patterns/mla/keys.py`. There are T = B * S queries.
 """
@@ -38,7 +38,8 @@ from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
 
 @dataclass(frozen=True)
 class MlaPrefill:
-    """The pattern that the module's docstring describes."""
+    """Matches attention to expanded latents: the up-projection, the assembly of K, and the
+    attention."""
 
     name: str = "mla_prefill"
     op: str = "mla_prefill_dense"
@@ -134,15 +135,16 @@ def _arguments(
 
 
 def _weight(keys: LatentKeys, flow: Dataflow) -> View | Computed:
-    """Returns the weight with its rows scaled. Scaling the sums instead would give a result that
-    differs by at most one rounding."""
+    """Returns the weight with its rows scaled. The graph scales the product instead, which differs
+    by at most one rounding."""
     rows = _in_rows(keys.weight, flow)
     return rows if keys.row_scale is None else Computed("mul", (rows, keys.row_scale))
 
 
 def _in_rows(weight: View, flow: Dataflow) -> View | Computed:
-    """Returns the weight [N, L]. If the graph computes it as [L, N], for example by decoding codes
-    by column, it is made contiguous. If it is stored as [L, N], the op's checks decide."""
+    """Returns the weight [N, L]. If the graph computes the weight as [L, N], for example by
+    decoding codes by column, the weight is made contiguous. A weight that is stored as [L, N] stays
+    as it is, and the op's checks accept or refuse it."""
     stored = weight.value.op in ("constant", "input")
     return weight if stored or flow.rows_are_dense(weight) else Computed("contiguous", (weight,))
 

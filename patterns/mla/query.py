@@ -1,9 +1,9 @@
-"""The query of latent attention. The op rotates it if its projection is found.
+"""The query of latent attention. If the projection of the query is found, the op rotates the query.
 
     q = linear(x, q_b)                                    [T, H, N + R]
     q = cat(q[..., :N], rope(q[..., N:]))         ⇒       q, cos and sin
 
-Otherwise, the argument of the op is the query as the graph computes it.
+If the projection is not found, the argument of the op is the query as the graph computes it.
 
 Dimension letters: B sequences with S queries each, T = B * S; H heads; N and R are the widths of
 the two parts of a head.
@@ -30,8 +30,8 @@ _PATH = Path("Q_PATH", Stage.Q_PATH, "attention")
 
 @dataclass(frozen=True)
 class Query:
-    """The op's arguments for the query: q [T, H, N + R] and, if the op rotates it, the tables of
-    cos and sin.
+    """The op's arguments for the query: q [T, H, N + R] and, if the op rotates q, the tables of cos
+    and sin.
 
     absorbed: the values between the projection and the attention.
     """

@@ -1,12 +1,13 @@
-"""Latents of a cache that the graph rounds to float8 codes before it multiplies them.
+"""Matches attention to cached latents that the graph rounds to float8 codes before the
+up-projection.
 
     codes, scales = round(latents)                        all keys of the cache
     kv  = (codes @ kv_b_codes^T) * scales * kv_b_scales   ⇒   mla_decode(.., round_latents=True)
     out = attention(q, kv..., rope_keys)
 
-For few queries, `mla_decode` reads the latents, and rounds only latents that a query sees. For more
-queries, the graph rounds the latents, and `mla_prefill` takes the codes. Dimension letters: as in
-`patterns/mla/keys.py`.
+For few queries, `mla_decode` reads the latents, and rounds only the latents that a query attends
+to. For more queries, the graph rounds the latents, and `mla_prefill` takes the codes. Dimension
+letters: as in `patterns/mla/keys.py`.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ def _latents(rows: RoundedRows, keys: LatentKeys) -> tuple[View, int] | None:
 
 
 def _is_faster(attention: Attention, keys: LatentKeys) -> bool:
-    """Whether attention to the latents themselves is faster, if all sizes but the number of
-    sequences are numbers and not symbols."""
+    """Whether attention to the latents themselves is faster than attention to expanded keys.
+    Returns False if any size, except the number of sequences, is a symbol."""
     sequences, queries, heads = attention.queries
     sizes: dict[str, Size] = {
         "queries": queries,

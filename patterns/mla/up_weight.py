@@ -53,8 +53,9 @@ def _lies_in_rows(whole: View, flow: Dataflow) -> bool:
 
 def _codes(whole: View) -> dict[str, Any] | None:
     """Returns the arguments for 8-bit codes with a scale for each block, if the graph dequantises
-    the weight from them. Returns None if the graph does not, or if the op does not support the form
-    of the dequantisation; the dequantised tensor is then the weight."""
+    the weight from them. Returns None if the graph does not dequantise the weight from such codes,
+    or if the op does not support the form of the dequantisation; the dequantised tensor is then the
+    weight."""
     try:
         codes = match_weight(whole)
         if codes is None or codes.format != "fp8":

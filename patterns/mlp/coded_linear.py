@@ -39,7 +39,7 @@ _REACH = 8
 
 @dataclass(frozen=True)
 class CodedLinear:
-    """The pattern that the module's docstring describes."""
+    """Matches a linear that has a quantised weight and that no other pattern matches."""
 
     name: str = "coded_linear"
     op: str = "linear_activation"

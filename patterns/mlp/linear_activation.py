@@ -41,7 +41,7 @@ _NAMES = (WEIGHT_NAMES, ("up_weight", "up_scale", "up_zero", "up_factor"))
 
 @dataclass(frozen=True)
 class LinearActivation:
-    """The pattern that the module's docstring describes."""
+    """Matches the first half of an MLP: one or two linears, and the nonlinearity after them."""
 
     name: str = "linear_activation"
     op: str = "linear_activation"
@@ -49,16 +49,16 @@ class LinearActivation:
     takes_leftovers: bool = True
     optional: ClassVar[bool] = True  # without a kernel, PyTorch's products are good enough
     sought: ClassVar[Sought] = Sought(
-        f"activations of linears of at most {MOST_TOKENS} tokens (more with quantised weights), "
-        "or of two linears and their gate",
+        f"nonlinearities after linears of at most {MOST_TOKENS} tokens (more with quantised "
+        "weights): after one linear, or after a gate linear and an up linear",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
         before=frozenset({"product"}),
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...] | Missed]:
         """Yields the activations of linears for few tokens, each with its linears. Leaves out
-        activations that are a part of another activation. Also yields misses for norms in front of
-        such linears that the op cannot compute."""
+        activations that are a part of another activation. Also yields a miss for each norm in front
+        of such a linear, if the op cannot compute this norm."""
         inside: set[Value] = set()
         for value in reversed(flow.values):
             activation = None if value in inside else _activation(value)

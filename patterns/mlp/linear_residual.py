@@ -48,7 +48,10 @@ class Sum:
     """The sum `residual + scale * linear`, or `residual + scale * norm(linear)`.
 
     Attributes:
-        linear, residual, scale, norm: The terms of the sum.
+        linear: The linear.
+        residual: The tensor that is added to the linear's result.
+        scale: The number that multiplies the linear's result.
+        norm: The norm of the linear's result, or None.
         absorbed: The values that the op replaces. They include the product with `scale`, and the
             norm.
     """
@@ -75,7 +78,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class LinearResidual:
-    """The pattern that the module's docstring describes."""
+    """Matches a linear whose result is added to a residual."""
 
     name: str = "linear_residual"
     op: str = "linear_residual"
@@ -84,14 +87,14 @@ class LinearResidual:
     optional: ClassVar[bool] = True  # without a kernel, PyTorch's product is good enough
     sought: ClassVar[Sought] = Sought(
         f"linears of at most {MOST_TOKENS} tokens (more with quantised weights) with a residual "
-        "sum behind them",
+        "sum after them",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Anchor | Missed]:
         """Yields the sums that add linears for few tokens, even if the op cannot compute a sum,
-        because such a sum becomes a miss. Also yields misses for norms in front of such linears
-        that the op cannot compute."""
+        because such a sum becomes a miss. Also yields a miss for each norm in front of such a
+        linear, if the op cannot compute this norm."""
         for value in flow.values:
             if value.op != "aten.add":
                 continue
@@ -129,7 +132,8 @@ class LinearResidual:
 
     def _of(self, anchor: Value, found: Sum) -> Match:
         """Returns the match of a sum. One side of the sum is the linear, the other side is the
-        residual. Raises Reject."""
+        residual. Raises Reject if the op does not support the dtypes or the format of the
+        weight."""
         linear = found.linear
         check_linears([linear], [found.residual], anchor)
         weights = match_codes([linear], [WEIGHT_NAMES])
@@ -156,8 +160,8 @@ class LinearResidual:
 
 
 def _sums_of(value: Value, flow: Dataflow) -> Iterator[Sum]:
-    """Yields a Sum for each side of an addition that is a linear for few tokens and that has no
-    other reader."""
+    """Yields a Sum for each side of an addition, if this side is a linear for few tokens whose
+    result nothing else reads."""
     if value.kwargs.get("alpha", 1) != 1:
         return
     for product, residual in value.either_way:

@@ -1,5 +1,5 @@
-"""The linears that the patterns of this folder search for. They have few tokens, and the model
-stores their weight."""
+"""Recognises the linears that the patterns of this folder search for: linears of few tokens whose
+weight the model stores."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class FewTokens:
         sums_scale: The scale [N] that multiplies a product of codes.
         x_scale: The scale of x, [T or 1, K / block or 1], if the codes of x and of the weight are
             multiplied.
-        weight_scale: The scale of the weight, [N, K], in the same case.
+        weight_scale: The scale of the weight, [N, K], if the codes of x and of the weight are
+            multiplied.
     """
 
     x: View
@@ -116,7 +117,7 @@ def match_few_tokens(
     for the op.
 
     by_head: whether the columns of the view may be in several dimensions, as in [tokens..., heads,
-    width]. target: the chip, which may have a kernel for any number of tokens.
+    width]. target: the chip. Some chips have a kernel for any number of tokens.
     """
     value = value_before_casts(view.value)
     # A sum of two tensors of the result's own shape adds a residual. Neither tensor is a bias, so
@@ -163,7 +164,7 @@ def _is_rounded(x: View) -> bool:
 # The largest number of casts, biases and numbers between a product and its reader.
 _STEPS = 6
 _PASSED = frozenset({"cast", "aten.add", "aten.mul", "aten.div", "aten.clamp"})
-_ONCE = "compute it once, when the model is loaded"
+_ONCE = "compute the weight once, when the model is loaded"
 _NUMBERS = (
     "call torch._dynamo.mark_static(weight), or torch._dynamo.reset() before a model of other "
     "sizes is compiled"
@@ -207,8 +208,8 @@ def _passed(value: Value, holds: Callable[[Value], bool]) -> Iterator[Value]:
 
 
 def match_unlike(view: View) -> Missed | None:
-    """Returns the miss for a view that is a product, apart from casts and vectors, if
-    :func:`match_few_tokens` refuses this product because of its weight. Returns None for every
+    """Returns the miss for a view that is a product, apart from casts and arithmetic with vectors,
+    if :func:`match_few_tokens` refuses this product because of its weight. Returns None for every
     other view."""
     scaled = None
     for value in _passed(view.value, _is_stored):
@@ -241,22 +242,23 @@ def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
         return _missed(
             gemm.value,
             f"{gemm.value}: activation and weight are both eight-bit codes",
-            "the op reads activations of 16 bits: do not quantise them where few tokens are "
+            "the op reads activations of 16 bits: do not quantise activations where few tokens are "
             "computed",
         )
     if weight.value.op in STORED:
         if len(weight.value.shape) == 2:
             why = f"{gemm.value}: {scaled} scales its result"
-            hint = "multiply the weight by it once, when the model is loaded"
+            hint = "multiply the weight by this factor once, when the model is loaded"
             return None if scaled is None else _missed(gemm.value, why, hint)
         axes = len(weight.value.shape)
-        return _missed(gemm.value, f"{given} has {axes} axes", "store it as [N, K]")
+        return _missed(gemm.value, f"{given} has {axes} axes", "store the weight as [N, K]")
     if holds_codes(weight.value) or not (_is_stored(weight.value) or _of_codes(weight.value)):
         return None
     if weight.value.op == "cast" and weight.value.operands[0].value.op in STORED:
         names = [dtype_name(v.dtype) for v in (weight.value.operands[0].value, weight.value)]
         why = f"{given} is cast from {' to '.join(names)} in every call"
-        return _missed(gemm.value, why, "cast it once, when the model is loaded: module.to(dtype)")
+        hint = "cast the weight once, when the model is loaded: module.to(dtype)"
+        return _missed(gemm.value, why, hint)
     return _missed(gemm.value, f"{given} is computed in every call, by {weight.value}", _ONCE)
 
 
@@ -301,7 +303,7 @@ def match_codes(linears: Sequence[FewTokens], names: Sequence[Names]) -> dict[st
     """Returns the op's arguments for the weights of linears. `names` gives the names of the
     arguments for each weight.
 
-    Raises Reject (WEIGHT_FORMAT, SCALE_BLOCK) if the op does not know the codes, and if the weights
+    Raises Reject (WEIGHT_FORMAT, SCALE_BLOCK) if the op does not know the codes, or if the weights
     have different formats.
     """
     if not any(linear.coded for linear in linears):

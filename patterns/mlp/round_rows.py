@@ -48,7 +48,7 @@ _REACH = 12
 
 @dataclass(frozen=True)
 class RoundRows:
-    """The pattern that the module's docstring describes."""
+    """Matches activations that are rounded to float8 codes in front of fused linears."""
 
     name: str = "round_rows"
     op: str = "round_rows"
@@ -171,7 +171,8 @@ def _source(
 
 
 def _is_taken(view: View, x: Value, place: int, flow: Dataflow) -> bool:
-    """Whether the op can read an input of the activation."""
+    """Whether the op can read an input of the activation at `place` in the program. x: the other
+    input, whose dtype and shape the op requires."""
     same = view.value.dtype == x.dtype and view.shape == x.shape
     return same and flow.rows_are_dense(view) and not any(flow.changes(view, place))
 

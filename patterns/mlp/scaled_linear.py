@@ -54,7 +54,8 @@ _MOST_OF_OPERATOR = 16
 
 @dataclass(frozen=True)
 class ScaledLinear:
-    """The pattern that the module's docstring describes."""
+    """Matches linears whose activation and weight are both float8 codes, if no other pattern
+    matches them."""
 
     name: str = "scaled_linear"
     op: str = "scaled_linear"

@@ -90,8 +90,8 @@ def _takes_largest_of_rows(choice: Value) -> bool:
 
 
 def match_choice(ids: Value) -> Choice:
-    """Returns the choice that computed `ids`. :func:`is_choice` must be true for `ids`. Raises
-    Reject if the choice has an unknown form."""
+    """Returns the choice that computed `ids`. The function :func:`is_choice` must return True for
+    `ids`. Raises Reject if the choice has an unknown form."""
     compared = ids.args[0]
     if not _takes_largest_of_rows(ids) or not compared.is_regrouped:
         message = "the choice does not select the largest numbers of whole rows"
@@ -164,7 +164,8 @@ def _fills_infinity(masked: Value) -> bool:
 
 
 def _grouped(masked: Value, flat: View) -> tuple[View, Groups | None, tuple[Value, ...]]:
-    """Returns (numbers before the mask, groups, values absorbed). Raises Reject (ROUTER_GROUPS).
+    """Returns (numbers before the mask, groups, values absorbed). Raises Reject (ROUTER_GROUPS) for
+    a mask that the op cannot compute.
 
     flat: the masked numbers as [T, E], if the mask has the shape [T, G, E / G].
     """

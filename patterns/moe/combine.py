@@ -1,6 +1,6 @@
-"""Follows the rows of the experts' last GEMM to the result for each token. On the way the rows are
-multiplied by the expert weights, put back into the order of the tokens, and summed over the slots.
-These steps may come in any order, and may be written in any way."""
+"""Follows the rows of the experts' last GEMM to the result for each token. On this way, the rows
+are multiplied by the expert weights, put back into the order of the tokens, and summed over the
+slots. These steps may come in any order, and may be written in any way."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Combine:
     Attributes:
         weights: The expert weights [T, S]. None if the rows were multiplied by weights before the
             experts; then `factor` multiplies all results.
-        num_slots: S.
+        num_slots: The number S of experts that each token chooses.
         end: The result [T, H].
         absorbed: The values that the op replaces.
         added: The tensor that the sum is added to; None if it is zeros.
@@ -65,7 +65,8 @@ def match_combine(
     flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any, weighed: bool = False
 ) -> Combine:
     """Follows the result of the down GEMM through the multiplication with weights, the
-    un-permutation and the sum. Raises Reject.
+    un-permutation and the sum. Raises Reject (EXPERT_COMBINE) if the graph uses the result in
+    another way.
 
     weighed: whether the rows were multiplied by weights before the experts, and must not be
     multiplied by weights again.
@@ -134,8 +135,8 @@ def _contracted(product: Value, value: Value, last: tuple[Any, Any]) -> View | N
 
 
 def times(found: Combine, factor: float) -> Combine:
-    """Returns the combine with all results multiplied by a number too. The weights become float32,
-    so that their product with the number is not rounded to a smaller dtype."""
+    """Returns the combine, in which all results are also multiplied by a number. The weights become
+    float32, so that their product with the number is not rounded to a smaller dtype."""
     if found.weights is None or factor == 1.0:
         return replace(found, factor=factor)
     wide = Computed("to", (found.weights, torch.float32))

@@ -139,7 +139,8 @@ def first_gemm(
     part: View, name: str, gemms_of: Callable[[Value], Iterable[ExpertGemm]]
 ) -> ExpertGemm:
     """Returns the GEMM that computes `part`, the gate half or the up half, with the weight and bias
-    of this half. Raises Reject.
+    of this half. Raises Reject (EXPERT_ACTIVATION) if `part` is not a set of columns of such a
+    GEMM.
 
     gemms_of: a function that returns the GEMMs whose result a value may be, each with the bias that
     is added after it.
@@ -167,11 +168,15 @@ def sum_of_experts(
     the tokens' `dtype`, if there is one. `added` is the tensor that the sum is added to, as in
     :class:`Result`.
 
-    absorbed: the values that the op replaces. Raises Reject (EXPERT_COMBINE).
+    absorbed: the values that the op replaces. Raises Reject (EXPERT_COMBINE) if the op's result
+    cannot replace the sum.
     """
     ends = _cast_back(flow, end, dtype)
     if ends[-1].store is not None:
-        message = "the sum is in memory that was written in place, under more than one name"
+        message = (
+            "the experts are summed in place, in memory that the graph may also read through "
+            "another tensor"
+        )
         refuse_sum(message, ends[-1], hint="use index_add instead of index_add_")
     added = rows_added_to(end)
     return ends, None if added is None else _added_to(added[0], ends, absorbed)
@@ -236,7 +241,7 @@ def _weight_arguments(views: Mapping[str, View]) -> dict[str, Any]:
 
 def _codes_of(weight: View) -> DequantizedExperts | None:
     """Returns the codes that a weight is dequantised from. Returns None if the weight is stored.
-    Raises Reject."""
+    Raises Reject if the graph computes the weight in another way."""
     if weight.value.op in ("constant", "input"):
         return None
     found = match_dequantized_experts(weight)

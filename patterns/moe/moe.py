@@ -7,7 +7,8 @@
     out   = y, put back into the order of the tokens, and summed over the S slots of each token
 
 If the graph quantises both `rows` and `h`, and the weights are fp8, the op quantises them too. The
-op does not compute the router. Dimension letters: T tokens, S slots, E experts, H hidden, I inner.
+op does not compute the router. A route is a token together with one of the experts that were chosen
+for it. Dimension letters: T tokens, S slots, E experts, H hidden, I inner.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ _ROUTING_REACH = 192
 
 @dataclass(frozen=True)
 class Moe:
-    """The pattern that the module's docstring describes."""
+    """Matches the experts of a mixture, computed by one grouped GEMM for each projection."""
 
     name: str = "moe"
     op: str = "fused_moe"
     asked_before: ClassVar[tuple[str, ...]] = ("moe_dense",)
     takes_leftovers: bool = True
     sought: ClassVar[Sought] = Sought(
-        "experts: a product of rows in groups (torch._grouped_mm, bmm) behind another one and an "
+        "experts: a product of rows in groups (torch._grouped_mm, bmm) after another one and an "
         "activation",
         frozenset({"aten._grouped_mm", "aten.bmm", "aten.index_add", "aten.where", "aten.sort"}),
         before=frozenset({"product", "top-k", "softmax"}),
@@ -300,9 +301,9 @@ def _outside(gemms: Sequence[ExpertGemm], order: Order) -> Outside | None:
 
 
 def _expert_weights(combine: Combine, ids: View, x: View) -> View | Computed:
-    """Returns the `expert_weights` argument. This is the weights of the combine. If the rows were
-    multiplied by weights before the experts, it is a tensor that is filled with the factor of the
-    combine."""
+    """Returns the `expert_weights` argument. The argument is the weights of the combine. If the
+    rows were multiplied by weights before the experts, the argument is a tensor that is filled with
+    the factor of the combine."""
     if combine.weights is not None:
         return combine.weights
     options = (("dtype", torch.float32), ("device", x.value.device))

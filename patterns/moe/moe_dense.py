@@ -10,9 +10,10 @@ The scores of all experts that a router did not choose must be zero, and the gra
     scores = full(T, E, -inf).scatter(1, ids, logits).sigmoid()
 
 The op does not compute the experts that were not chosen. If the results of these experts are
-finite, they do not change the sum. If they are infinite, the graph's sum is NaN and the op's sum is
-not. If each token has only one expert, the scores may also multiply the input, as in Llama-4.
-Dimension letters: E experts, T tokens, S slots (top-k), H hidden, N outputs, K inputs.
+finite, they do not change the sum. If such a result is infinite, the graph's sum is NaN, and the
+op's sum is not. If each token has only one expert, the scores may also multiply the input, as in
+Llama-4. A route is a token together with one of the experts that were chosen for it. Dimension
+letters: E experts, T tokens, S slots (top-k), H hidden, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -77,13 +78,14 @@ _STEPS = 6
 
 @dataclass(frozen=True)
 class MoeDense:
-    """The pattern that the module's docstring describes."""
+    """Matches a mixture that is computed densely: every expert computes a result for every
+    token."""
 
     name: str = "moe_dense"
     op: str = "fused_moe"
     asked_before: ClassVar[tuple[str, ...]] = ("moe_router",)
     sought: ClassVar[Sought] = Sought(
-        "every expert's product with every token, behind another such product",
+        "every expert's product with every token, after another such product",
         frozenset({"aten.bmm", "aten.einsum", "aten.matmul"}),
         before=frozenset({"product"}),
     )
@@ -213,7 +215,7 @@ def _refuse_lookups(weight: View) -> None:
 def _weighted(flow: Dataflow, down: ExpertGemm) -> Combine:
     """Follows the results of the experts [E, T, H] through the scores and the sum over experts.
     Returns a combine whose weights are the scores [T, E], or None if no scores multiply the
-    results. Raises Reject."""
+    results. Raises Reject (EXPERT_COMBINE) if the graph uses the results in another way."""
     value, scores, absorbed = down.end, None, list[Value]()
     for _ in range(_STEPS):
         user = flow.only_user(value)

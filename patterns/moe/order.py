@@ -1,5 +1,5 @@
 """Checks that the rows, the weights and the biases of a mixture's GEMMs follow one order of the
-routes.
+routes. A route is a token together with one of the experts that were chosen for it.
 
 Dimension letters: T tokens, S slots, E experts, H hidden.
 """
@@ -44,10 +44,10 @@ class RouteRows:
 
     Attributes:
         order: The order of the routes.
-        num_slots: S.
+        num_slots: The number S of experts that each token chooses.
         x: The tokens, [T, H].
         weights: The weights [T, 1] that multiply x before the experts; None if no weights multiply
-            it.
+            x.
         absorbed: The values that the op replaces.
     """
 
@@ -80,7 +80,8 @@ def rows_in_order(gemm: ExpertGemm) -> RouteRows:
 
 def _weighed(product: Value, rows: RouteRows, by_route: View) -> RouteRows:
     """Returns the rows with their weights. by_route: the numbers that multiply the rows before the
-    experts, one number for each sorted route. Raises Reject."""
+    experts, one number for each sorted route. Raises Reject (EXPERT_ORDER) if a token has more than
+    one expert."""
     taken = gathered(by_route)
     one_each = rows.num_slots == 1 and product.dtype == rows.x.value.dtype
     one_each &= rows.order.cells is None
@@ -98,7 +99,8 @@ def _weighed(product: Value, rows: RouteRows, by_route: View) -> RouteRows:
 
 
 def _gathered_rows(view: View) -> RouteRows:
-    """Returns rows that are gathered from the tokens; raises Reject (EXPERT_ORDER)."""
+    """Returns rows that are gathered from the tokens. Raises Reject (EXPERT_ORDER) for any other
+    rows."""
     taken = gathered(view)
     if taken is None:
         refuse_order(f"the rows are {view.value}, not gathered from the tokens", view)

@@ -3,7 +3,8 @@ change.
 
 - EXPERT_LOOP: a Python loop over the experts. The number of tokens of each expert determines shapes
   in the loop, so Dynamo ends the graph before the loop. The graph then only prepares the routing,
-  and returns it. With `capture_dynamic_output_shape_ops` the graph may have the whole loop.
+  and returns the prepared tensors. With `capture_dynamic_output_shape_ops`, the graph may have the
+  whole loop.
 - EXPERT_KERNEL: an operator of a library that takes stacked quantised weights. Hugging Face's
   `FP8Experts` (`integrations/finegrained_fp8.py`) calls the `finegrained-fp8` kernel of the hub, or
   DeepGEMM: matmul_grouped(rows, weight [E, N, K] float8_e4m3fn, scales [E, N/128, K/128], offsets).

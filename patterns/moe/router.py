@@ -39,7 +39,7 @@ from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, named_product
 from tilewright.patterns.recognise.routing import match_order
 
-# A top-k over more entries than this is not a router; for example, it may be over a vocabulary.
+# A top-k over more entries than this is not a router. For example, it may choose from a vocabulary.
 MOST_EXPERTS = 1024
 # The largest number of values from a choice back to the product of the logits.
 _REACH = 32
@@ -47,7 +47,8 @@ _REACH = 32
 
 @dataclass(frozen=True)
 class MoeRouter:
-    """The pattern that the module's docstring describes."""
+    """Matches the router of a mixture, which chooses the experts of each token and computes their
+    weights."""
 
     name: str = "moe_router"
     op: str = "moe_router"
@@ -60,8 +61,8 @@ class MoeRouter:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value | Missed]:
-        """Yields the last choice after each product. It yields only the last one, because a choice
-        of groups may come first.
+        """Yields the last choice after each product. The earlier choices may be choices of groups
+        of experts.
 
         Also yields misses for expert ids by which the graph sorts the routes, but which no choice
         computed. Ids that were renumbered for one rank still come from a choice.

@@ -41,8 +41,8 @@ class Weights:
     Attributes:
         end: The value of the weights, [T, S].
         scores: The op's argument `scores`.
-        normalise, norm_eps, norm_min, scaling: The op's arguments with these names, for the steps
-            that it performs.
+        normalise, norm_eps, norm_min, scaling: The op's arguments with these names. They describe
+            the steps from the scores to the weights.
         absorbed: The values that the op replaces.
     """
 
@@ -56,7 +56,8 @@ class Weights:
 
 
 def match_weights(flow: Dataflow, choice: Choice) -> Weights:
-    """Returns the weights of a choice after all steps that the op knows. Raises Reject."""
+    """Returns the weights of a choice after all steps that the op knows. Raises Reject
+    (ROUTER_WEIGHTS) if the scores of the chosen experts are not found."""
     start = _chosen_scores(flow, choice)
     shapes = start.shape, (start.shape[0], 1)
     ends = reversed(flow.downstream(start, _REACH, lambda value: value.shape in shapes))
@@ -69,7 +70,7 @@ def match_weights(flow: Dataflow, choice: Choice) -> Weights:
 
 def _chosen_scores(flow: Dataflow, choice: Choice) -> Value:
     """Returns the scores of the chosen experts, [T, S]. They come from a gather, or are the values
-    of the topk itself. Raises Reject."""
+    of the topk itself. Raises Reject (ROUTER_WEIGHTS) if neither is found."""
     ids = choice.ids
     gathers = [user for user in flow.users.get(ids, ()) if _gathers(user, choice)]
     if gathers:

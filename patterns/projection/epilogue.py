@@ -25,7 +25,8 @@ class HeadEpilogue:
 
     Attributes:
         head: The input of the norm and the rotation. It has the dimensions of the matched view.
-        norm, rope: The norm and the rotation, or None.
+        norm: The norm, or None.
+        rope: The rotation, or None.
         norm_after_rope: Whether the norm comes after the rotation.
         absorbed: The values that the op replaces.
         head_weights: The weights [D] of the norm, one for each head, if each head has its own
@@ -133,10 +134,11 @@ def _is_delta(view: View) -> bool:
 def head_norm(
     epilogue: HeadEpilogue, layout: Effect, feature: int, rows: Rows, stage: Stage
 ) -> HeadNorm:
-    """Returns the norm of an epilogue.
+    """Returns the norm of an epilogue in the form that the op expects.
 
     layout: the dimensions of the epilogue's input, expressed on the axes of the product. feature:
-    the axis of the product's features. Raises Reject (NORM_WIDTH, UNSUPPORTED).
+    the axis of the product's features. Raises Reject (NORM_WIDTH, UNSUPPORTED) for a norm that the
+    op does not support.
     """
     norm = epilogue.norm
     assert norm is not None
@@ -168,7 +170,7 @@ def _each_head(
     epilogue: HeadEpilogue, layout: Effect, feature: int, heads: tuple[int, int], stage: Stage
 ) -> Computed:
     """Returns the weights of heads that are normalised one by one, as one tensor [H, D]. Raises
-    Reject."""
+    Reject (UNSUPPORTED) if the normalised heads are not exactly the heads of the projection."""
     apart = [dim for dim in layout.dims[:-1] if any(a.axis == feature for a in dim)]
     if len(epilogue.head_weights) != heads[0] or [len(dim) for dim in apart] != [1]:
         reject(
@@ -189,7 +191,8 @@ def _weight(
     stage: Stage,
 ) -> View:
     """Returns the weight or bias of a norm in the form that the op expects: [D] for all heads, or
-    [H, D]. Raises Reject."""
+    [H, D]. Raises Reject (UNSUPPORTED) if the weight or bias differs between tokens, or has the
+    heads in another order."""
     *lead, last = view.effect.dims
     along = [i for i, dim in enumerate(lead) if dim]
     axes = {a.axis for i in along for a in layout.dims[i]}
@@ -212,7 +215,8 @@ def _weight(
 def norm_arguments(
     q: HeadNorm | None, k: HeadNorm | None, v: HeadNorm | None, culprit: Value
 ) -> dict[str, Any]:
-    """Returns the op's arguments for the norms of q, k and v. Raises Reject (UNSUPPORTED)."""
+    """Returns the op's arguments for the norms of q, k and v. Raises Reject (UNSUPPORTED) if these
+    norms differ in a way that the op does not support."""
     norms = [n for n in (q, k) if n is not None]
     if v is not None and norms:
         v = replace(v, after_rope=norms[0].after_rope)  # v has no rotation

@@ -39,11 +39,12 @@ class Heads:
     rotation are optional.
 
     Attributes:
-        path: The codes and words that misses use.
+        path: The codes and words of the pattern's misses.
         linear: The product, the bias and the clamp.
         rows: Which of the product's features are these heads.
         layout: The dimensions of the heads, expressed on the axes [tokens..., N] of the product.
-        norm, rope: The norm and the rotation, or None.
+        norm: The norm, or None.
+        rope: The rotation, or None.
         rope_layout: The layout of the heads at the rotation, or None.
         end: The last absorbed value, which has the heads.
         absorbed: The values that the op replaces.
@@ -115,7 +116,7 @@ class Heads:
     def quantized(self) -> DequantizedWeight | None:
         """The codes from which this projection's rows of the weight are computed, or None.
 
-        Raises Reject (WEIGHT_FORMAT).
+        Raises Reject (WEIGHT_FORMAT) for codes that the op does not support.
         """
         gemm, linear = self.linear.gemm, self.linear
         sums = weights = None
@@ -174,7 +175,8 @@ def match_heads(
     """Returns the projection that computes the heads in `view` [..., H, ..., D].
 
     head_dim: D, for a view that does not separate the heads; the feature dimension is then split.
-    factors: whether numbers may multiply the heads. Raises Reject with the codes of `path`.
+    factors: whether numbers may multiply the heads. Raises Reject with the codes of `path` if there
+    is no such projection.
     """
     stage, end = path.stage, view.value
     view, factor, scaled = unscaled(view) if factors else (view, 1.0, ())

@@ -19,7 +19,7 @@ from tilewright.patterns.recognise.linear import rows_of
 
 @dataclass(frozen=True)
 class Rows:
-    """Heads of `head_dim` rows each.
+    """The rows of a packed weight that compute heads of `head_dim` rows each.
 
     Attributes:
         first: The first row of the first head.
@@ -117,8 +117,8 @@ def _indices(rows: Rows) -> frozenset[int]:
 def heads_of(layout: Effect, feature: int, head_dim: int | None) -> Rows | None:
     """Returns the rows that a view of [tokens..., N] selects, or None if these rows are not heads.
 
-    head_dim: the number of rows of a head. If it is None, it is the length of the dimension of the
-    view that has step 1 along N.
+    head_dim: the number of rows of a head. If None, this number is the length of the view's
+    dimension that has step 1 along N.
     """
     first = layout.start[feature]
     by_dim = [[a for a in d if a.axis == feature] for d in layout.dims]

@@ -1,6 +1,7 @@
-"""Caches that an op cannot write in place, because they grow by `cat` or are updated out of place.
+"""Reports caches that an op cannot write in place, because they grow by `cat` or are updated out of
+place.
 
-The pattern never matches. Its anchors exist only to tell the user what to change.
+The pattern never matches. It only reports misses, which tell the user what to change.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class AbsentCache:
 
 @dataclass(frozen=True)
 class CacheAbsent:
-    """The pattern that the module's docstring describes. `op` is the op that would perform the
-    writes."""
+    """Reports caches that an op cannot write in place. `op` is the op that would otherwise perform
+    the writes."""
 
     name: str = "cache_absent"
     op: str = "fused_qkv_paged"
@@ -78,7 +79,7 @@ def _grows(value: Value, flow: Dataflow) -> bool:
         return False
     past, *new = value.args[0]
     if len(value.shape) == 2 and (value.args[1] != 0 or not flow.users.get(value)):
-        return False  # no cache: a grown cache [tokens, width] joins tokens, and the graph reads it
+        return False  # a cache [tokens, width] grows along its tokens, and is read
     held = past.value.op == "input" or past.value.shape == (0,)
     return held and any(v.value.projected for v in new)
 

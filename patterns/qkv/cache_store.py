@@ -20,7 +20,7 @@ from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
 
 @dataclass(frozen=True)
 class CacheStore:
-    """The pattern that the module's docstring describes."""
+    """Matches a cache write without its projection."""
 
     name: str = "cache_store"
     op: str = "paged_kv_store"
@@ -30,7 +30,7 @@ class CacheStore:
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
         found = list(pairs(flow))
         yield from found
-        for pair in found:  # Two writes that do not match as a pair may still match one by one.
+        for pair in found:  # Two writes that do not match as a pair may match one by one.
             yield from pair.apart()
 
     def match(self, anchor: WritePair, flow: Dataflow) -> Match:

@@ -52,14 +52,15 @@ from tilewright.patterns.recognise.linear import Path
 from tilewright.patterns.recognise.norm import Norm
 from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_arguments
 
-_ALONE = "their write is fused by itself, and the operations before it stay in the graph"
+_ALONE = "the cache write is fused by itself, and the operations before it stay in the graph"
 _KEYS = Path("K_PATH", Stage.K_PATH, "the cache", masked="MASKED_WRITE", hint=_ALONE)
 _VALUES = Path("V_PATH", Stage.V_PATH, "the cache", masked="MASKED_WRITE", hint=_ALONE)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """K or V: the heads of a projection, and the place that they are written to."""
+    """K or V, described by the heads of its projection and by the place to which they are
+    written."""
 
     heads: Heads
     place: Address
@@ -68,7 +69,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class QkvCache:
-    """The pattern that the module's docstring describes."""
+    """Matches a QKV projection and the write of K and V to the KV cache."""
 
     name: str = "qkv_cache"
     op: str = "fused_qkv_paged"
@@ -120,7 +121,8 @@ class QkvCache:
 
 
 def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
-    """Rejects a write of data that is not projected, and a write that has no partner."""
+    """Raises Reject for a write of data that the graph does not project, or for a write that has no
+    partner."""
     write = anchor.first
     writes = [one for one in (anchor.first, anchor.second) if one is not None]
     weight: Weight | None = None
@@ -159,14 +161,14 @@ def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
 
 
 def _keys_and_values(*writes: tuple[Address, CacheWrite]) -> tuple[Stored, Stored]:
-    """Returns K and V. K is the write that is rotated or normalised. If neither write is, K is the
-    first one. Raises Reject."""
+    """Returns K and V. K is the write that is rotated or normalised. If neither write is rotated or
+    normalised, K is the first one. Raises Reject if the op cannot compute V."""
     first, second = writes
     try:
         k = match_heads(first[0].source, _KEYS, factors=True)
     except Reject as rejection:
-        # The other order is tried only if the second write is rotated or normalised, because V
-        # never is.
+        # The other order is tried only if the second write is rotated or normalised, because only K
+        # is rotated or normalised.
         swapped = _rotated(second[0])
         if swapped is None:
             raise rejection from None
@@ -180,11 +182,16 @@ def _keys_and_values(*writes: tuple[Address, CacheWrite]) -> tuple[Stored, Store
     if v.rope is not None:
         reject("V_PATH", Stage.V_PATH, "both writes are rotated", v.end)
     if v.norm is not None and (v.norm.weight is not None or v.norm.bias is not None):
-        message = "the values are normalised with a weight; the op normalises them without one"
-        reject("V_PATH", Stage.V_PATH, message, v.end, hint="their write is fused by itself")
+        message = (
+            "the values are normalised with a weight; the op normalises values only "
+            "without a weight"
+        )
+        reject("V_PATH", Stage.V_PATH, message, v.end, hint="the cache write is fused by itself")
     if k.product is v.product and k.rows.indices() & v.rows.indices():
         message = "one projection computes both K and V, and the op would compute it twice"
-        reject("V_PATH", Stage.V_PATH, message, v.product, hint="their write is fused by itself")
+        reject(
+            "V_PATH", Stage.V_PATH, message, v.product, hint="the cache write is fused by itself"
+        )
     return Stored(k, *first), Stored(v, *second)
 
 
@@ -272,7 +279,8 @@ def _input_norm(heads: tuple[Heads, Heads, Heads], place: int, flow: Dataflow) -
 
 
 def _factors(keys: Stored, values: Stored) -> dict[str, Any]:
-    """Returns the numbers that multiply K and V, as scales of the cache. Raises Reject."""
+    """Returns the numbers that multiply K and V, as scales of the cache. Raises Reject
+    (UNSUPPORTED) if the cache already has a scale, or if a number cannot be a scale."""
     k, v = keys.heads, values.heads
     if k.factor == v.factor == 1.0:
         return {}

@@ -55,7 +55,7 @@ class Query:
     """The heads of Q, and the parts of the graph that they replace.
 
     Attributes:
-        heads: The heads.
+        heads: The heads of Q.
         results: The replaced parts of the graph.
         run: The length of the alternating runs of queries and gates among the heads, or 0 if there
             are no gates.
@@ -204,7 +204,7 @@ def _query_at(
 
 
 def _cast_query(flow: Dataflow, k: Heads, v: Heads) -> Heads | None:
-    """Returns a query that is unsuitable only because of its dtype; else None."""
+    """Returns a query that cannot be fused only because of its dtype; else None."""
     for product in _products_of(flow, k, v):
         for end in _ends(flow, product):
             try:
@@ -235,7 +235,8 @@ def _refuse_turned(flow: Dataflow, k: Heads, v: Heads) -> None:
                 if heads.product in (k.product, v.product):
                     continue
                 if not _keeps_range(heads):
-                    why = f"float16 may not hold it before the factor {heads.factor:g}"
+                    number = f"{heads.factor:g}"
+                    why = f"float16 may overflow before the factor {number} is applied"
             except Reject as rejection:
                 why = rejection.miss.message
             except effects.InexpressibleError:

@@ -5,10 +5,10 @@
     codes  = (blocks / scale).clamp(-448, 448).to(float8_e4m3fn)
     rows   = (codes.float() * scale).view(M, K).to(x.dtype)      ⇒   x, activation_format="fp8"
 
-The graph may multiply by the reciprocal instead of dividing. It may also clamp only the divisor to
-a very small number. The op computes a different result in two cases: it gives zeros for a block of
-zeros, where the graph may divide by zero, and it does not clamp a scale from below. Dimension
-letters: M rows, K columns.
+The graph may multiply by the reciprocal instead of dividing. It may also clamp only the divisor
+from below to a very small number. The op computes a different result in two cases: it gives zeros
+for a block of zeros, where the graph may divide by zero, and it does not clamp a scale from below.
+Dimension letters: M rows, K columns.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class QuantisedRows:
 
     Attributes:
         source: The numbers [M, K] that are quantised.
-        absorbed: The values that quantise and decode them.
+        absorbed: The values that quantise and decode these numbers.
     """
 
     source: View
@@ -71,8 +71,8 @@ class QuantisedRows:
 
 
 def match_quantised_rows(rows: View) -> QuantisedRows | None:
-    """Returns the source from which the rows [M, K] of a GEMM are quantised. Returns None if they
-    are not quantised, or are quantised in another way than the op does it."""
+    """Returns the source from which the rows [M, K] of a GEMM are quantised. Returns None if the
+    rows are not quantised, or are quantised in another way than the op quantises."""
     if len(rows.shape) != 2:
         return None
     try:

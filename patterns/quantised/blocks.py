@@ -30,7 +30,7 @@ def unrepeated(dim: Dim) -> tuple[Dim, int | None]:
     repeats = dim[-1].length if dim[-1].axis is None else 1
     kept = dim[:-1] if dim[-1].axis is None else dim
     if any(a.axis is None for a in kept):
-        raise InexpressibleError("its scales do not repeat over neighbouring elements only")
+        raise InexpressibleError("the elements that share a scale are not neighbours")
     return kept, int(repeats)
 
 

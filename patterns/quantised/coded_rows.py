@@ -84,7 +84,8 @@ def match_coded_rows(rows: View) -> CodedRows | UnknownRows | None:
 
 
 def _code(view: View) -> View | None:
-    """Returns the codes that a view casts to floats. Returns None if it casts no codes."""
+    """Returns the codes that a view casts to floats. Returns None if the view is not a cast of
+    codes."""
     value = view.value
     if value.op != "cast" or not value.dtype.is_floating_point or value.dtype.itemsize == 1:
         return None

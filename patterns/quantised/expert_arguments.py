@@ -35,8 +35,9 @@ class DequantizedExperts:
             if there are only factors.
         steps: The steps that are applied to the scale after it is cut to blocks.
         unsigned: Whether the sign of the scale is removed after these steps.
-        factors, divisors: Float32 numbers that multiply or divide each expert. They are views [E],
-            or views [M] with one number per row for activations.
+        factors: Views [E] of float32 numbers that multiply the weights of each expert. For
+            activations they are views [M], with one number for each row.
+        divisors: Views of the same shape, whose numbers divide the weights of each expert.
         number: One more factor, which is the same for all elements.
     """
 
@@ -74,8 +75,8 @@ class DequantizedExperts:
 
 
 def blocks_of(weight: DequantizedExperts) -> Block:
-    """Returns the numbers of (rows, columns) that share a scale. None means all of them. Raises
-    InexpressibleError."""
+    """Returns the numbers of (rows, columns) that share a scale. None means all rows, or all
+    columns. Raises InexpressibleError if the format does not allow these numbers."""
     if weight.scale is None:
         return None, None
     own = block_of(weight.scale.effect.dims[1:])
@@ -87,7 +88,7 @@ def blocks_of(weight: DequantizedExperts) -> Block:
     for size, block, wanted in zip(weight.shape[1:], own, fixed, strict=True):
         if (size if block is None else block) % wanted:
             raise InexpressibleError(
-                f"{weight.format} has one scale for {list(fixed)}, not for {own}"
+                f"{weight.format} has one scale for each block of {list(fixed)}, not of {list(own)}"
             )
     return fixed
 

@@ -72,7 +72,7 @@ _E2M1 = _NUMBERS["nvfp4"]
 
 def match_dequantized_experts(weight: View) -> DequantizedExperts | None:
     """Returns the codes from which a view [E, N, K] of a product's weight is dequantised. Returns
-    None if it is not dequantised.
+    None if the view is not dequantised.
 
     Raises Reject (WEIGHT_FORMAT, SCALE_BLOCK) for codes that are used in another way.
     """
@@ -139,7 +139,8 @@ def _joined_each(factors: Sequence[Sequence[View]]) -> tuple[View, ...]:
 
 def match_packed(weight: View) -> DequantizedExperts | None:
     """Returns the codes from which weights [E, N, K] or [N, K] are dequantised, if each byte has
-    two codes along K in the order of the format; else None. Raises InexpressibleError."""
+    two codes along K in the order of the format; else None. Raises InexpressibleError if no view
+    expresses the codes or scales."""
     axis, columns = len(weight.shape) - 1, weight.shape[-1]
     if not isinstance(columns, int) or columns % 2:
         return None

@@ -161,9 +161,10 @@ class Factors:
 
     Attributes:
         block: The factor that varies within an expert, or None.
-        factors, divisors: Factors with one number for each expert [E]. For activations there is one
-            number for each row [M].
-        number: One more factor.
+        factors: Factors with one number for each expert [E]. For activations there is one number
+            for each row [M].
+        divisors: Views like `factors`, whose numbers divide the product.
+        number: One more factor, which is the same for all elements.
         guard: Bytes that make the product NaN where they are 255, or None.
     """
 

@@ -1,4 +1,4 @@
-"""Views that select one position of every word, and the inverse operation."""
+"""Selects the elements at one position of every packed word, and joins such selections again."""
 
 from __future__ import annotations
 

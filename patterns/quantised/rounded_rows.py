@@ -125,8 +125,8 @@ def match_rounded_rows(codes: Value) -> RoundedRows:
 
 @dataclass
 class _Walk:
-    """The search from codes back to the numbers that were rounded. `taken` are the values that it
-    passed."""
+    """The search from codes back to the numbers that were rounded. `taken` are the values that the
+    search passed."""
 
     codes: Value
     taken: list[Value]
@@ -142,8 +142,8 @@ class _Walk:
         reject("ACTIVATION_FORMAT", Stage.GUARDS, message, value, hint=_HINT, weight="advice")
 
     def whole(self, item: Any, what: str) -> Value:
-        """Returns the value of a view. Refuses the rounding if the view is only a part of this
-        value. what: the name of the view in the message."""
+        """Returns the value of a view. Raises Reject if the view is only a part of this value.
+        what: the name of the view in the message."""
         if not isinstance(item, View) or not item.is_whole:
             self.refuse(self.codes, f"use only a part of {what}")
         return item.value

@@ -29,7 +29,7 @@ QKV_NAMES: tuple[Names, ...] = tuple(
 def weight_arguments(
     weights: Sequence[DequantizedWeight], names: Sequence[Names] = QKV_NAMES
 ) -> dict[str, Any]:
-    """Returns the op's arguments for its weights, which must all be quantised in the same way.
+    """Returns an op's arguments for its weights, which must all be quantised in the same way.
 
     names: the names of the arguments for each weight. The default is the names for q, k and v.
     Raises Reject (WEIGHT_FORMAT) if the weights are quantised differently or have no scale. Raises
@@ -41,7 +41,7 @@ def weight_arguments(
         if same != (first.format, first.zero_point, first.nibble_order, first.zero is None):
             refuse(weight.codes, "the projections are quantised differently")
         if weight.scale is None:
-            refuse(weight.codes, "no scale multiplies them")
+            refuse(weight.codes, "no scale multiplies the codes")
     try:
         given = [view for view in (*(w.scale for w in weights), *(w.zero for w in weights)) if view]
         parts = [view for w in weights for view in (*w.factors, *w.divisors)]

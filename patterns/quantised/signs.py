@@ -1,4 +1,4 @@
-"""Values for which the graph shows that they are never negative."""
+"""Finds values that the graph shows to be zero or positive."""
 
 from __future__ import annotations
 

@@ -37,17 +37,18 @@ from tilewright.patterns.quantised.words import (
     is_code,
 )
 
-# Every (format of linears, dtype in which it is stored).
+# Pairs of a format that linears support and a dtype in which this format is stored.
 _STORED = [
     (name, dtype)
     for name, form in WEIGHT_FORMATS.items()
     if form.linears
     for dtype in torch_types(form.stored)
 ]
-# Three kinds of formats: formats with one code per stored number, by dtype; formats whose codes are
-# floats of four bits; and formats in which several integers share a word.
+# For each dtype, the format whose stored numbers are one code each.
 _WHOLE = {dtype: name for name, dtype in _STORED if WEIGHT_FORMATS[name].packed_axis is None}
+# The formats whose codes are floats of four bits.
 _FLOATS = {name for name, _ in _STORED if WEIGHT_FORMATS[name].number}
+# The formats in which several integers share a word, with the dtype of the word.
 _PACKED = [one for one in _STORED if one[0] not in {*_WHOLE.values(), *_FLOATS}]
 
 
@@ -61,13 +62,14 @@ class DequantizedWeight:
         codes: The codes, [H, D, K]. They are packed along K in the format `int4_k`, and along D in
             the format `int4_n`.
         format: The name of the format.
-        scale, zero: The scale and the zero, [N, K], or None. Their numbers repeat over blocks.
-            `weight_arguments` (`patterns/quantised/scales.py`) reduces them to one number per
-            block.
+        scale: The scale, [N, K], or None. Its numbers repeat over blocks, and `weight_arguments`
+            (`patterns/quantised/scales.py`) reduces them to one number per block.
+        zero: The zero, [N, K], or None. Its numbers repeat over blocks like those of the scale.
         zero_point: The zero point.
         nibble_order: The order of the nibbles in a word.
-        steps: The steps that are applied to the scale afterwards.
-        factors, divisors: Further scales [N, K], which have larger blocks.
+        steps: The steps that are applied to the scale after it is cut to blocks.
+        factors: Further scales [N, K] that multiply the weight. They have larger blocks.
+        divisors: Further scales [N, K] that divide the weight. They have larger blocks.
         number: A factor for the whole weight.
     """
 
@@ -89,7 +91,7 @@ class DequantizedWeight:
 
 def match_weight(weight: View) -> DequantizedWeight | None:
     """Returns the quantised weight from which a view [H, D, K] (or [groups, G, D, K]) of a
-    product's weight is computed. Returns None if it is not computed from codes.
+    product's weight is computed. Returns None if the weight is not computed from codes.
 
     Raises Reject (WEIGHT_FORMAT) for codes that are used in another way.
     """
@@ -113,7 +115,7 @@ def match_weight(weight: View) -> DequantizedWeight | None:
     if WEIGHT_FORMATS[found.format].packed_axis == -2:
         per = len(found.nibble_order)
         if not isinstance(shape[-1], int) or shape[-1] % per:
-            refuse(weight, f"{per} rows share a word, but head_dim is {shape[-1]}")
+            refuse(weight, f"{per} rows share a word, and head_dim, {shape[-1]}, is no multiple")
         shape[-1] //= per
     return replace(found, codes=found.codes.reshape(*shape, found.codes.shape[1]))
 
@@ -140,7 +142,7 @@ def match_scaled_weight(weight: View, *outside: View | None) -> DequantizedWeigh
         return None
     given = [scale for scale in (found.scale, *outside) if scale is not None]
     if len(given) > 1:
-        refuse(weight, "they are scaled twice")
+        refuse(weight, "the codes are scaled twice")
     return replace(found, scale=given[0] if given else None)
 
 

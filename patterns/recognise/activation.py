@@ -20,8 +20,8 @@ class Activation:
         gate, up: The inputs. `up` is None if the activation is not gated.
         absorbed: The values that the op replaces.
         alpha: The factor in the sigmoid of clamped_swiglu.
-        limit: A gated activation clamps gate to at most `limit`, and up to the range from -limit to
-            limit. 0 means that there is no clamp.
+        limit: A gated activation clamps `gate` to at most `limit`, and clamps `up` to the range
+            from -limit to limit. 0 means that there is no clamp.
     """
 
     name: str

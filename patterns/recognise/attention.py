@@ -32,7 +32,8 @@ from tilewright.patterns.recognise.attention_varlen import FORMS, arguments_of, 
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention. The tokens come before the heads in its tensors.
+    """An attention of the graph in its normal form. In its tensors, the tokens come before the
+    heads.
 
     Attributes:
         terms: Queries q [B, S, H, d] and keys k [B, K, H, d] for each part of the heads that has a
@@ -44,13 +45,13 @@ class Attention:
         scale: The factor of q @ k^T.
         end: The result.
         layout: The dimensions of `end`, expressed on the axes [B, S, H, width].
-        width: V. It is larger if the values, and therefore the result, are padded with columns of
-            zeros.
+        width: The width of the result's heads. This is V, or a larger number if the values, and
+            therefore the result, are padded with columns of zeros.
         absorbed: All values from the products to `end`, including `end`.
         sees: The value of `mask` where a query attends to a key.
         added: A tensor [B or 1, H or 1, S or 1, K] that is added to the scaled products, or None.
             It has any dtype; True counts as 1.
-        subtracted: Whether `added` is subtracted instead.
+        subtracted: Whether `added` is subtracted from the products instead of added.
         softcap: If this is a number c other than 0, the logits before the mask are c * tanh(scale *
             q @ k^T / c).
         sinks: An additional logit for each head [H], which has no value, or None.
@@ -185,7 +186,8 @@ def match_attention(value: Value, flow: Dataflow, heads_of: HeadsOf | None = Non
     """Returns the attention whose result or intermediate result is `value`. :func:`keys_of` must
     find keys for this value.
 
-    heads_of: as for `logits_of`. Raises Reject (ATTENTION_FORM, CHUNKED_PREFIX).
+    heads_of: as for `logits_of`. Raises Reject (ATTENTION_FORM, CHUNKED_PREFIX) for attention that
+    the op cannot compute.
     """
     if value.op == "aten.logsumexp":
         _refuse_chunk(value)
@@ -341,8 +343,8 @@ def _refuse_chunk(value: Value) -> NoReturn:
     reject(
         "CHUNKED_PREFIX",
         Stage.ACTIVATION,
-        f"the log-sum-exp of {value} is used, so it is one part of an attention whose parts are "
-        "merged",
+        f"the log-sum-exp of {value} is used, so {value} is one part of an attention whose parts "
+        "are merged",
         value,
         hint=(
             "compute one attention with all keys; the op does not create a key or value "
@@ -373,7 +375,7 @@ def _spelled_out(softmax: Value, flow: Dataflow, heads_of: HeadsOf | None) -> At
         _refuse_logits(softmax)
     if above is None:
         refuse(
-            "its result is not read by one product with values only",
+            "its result is read by something other than one product with the values",
             softmax,
             hint="do not return the attention weights, and do not use them for anything else",
         )

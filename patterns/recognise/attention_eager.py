@@ -53,7 +53,7 @@ class Logits:
         sees: The value of `mask` where a query attends to a key.
         finite: Whether the mask uses a large negative number instead of minus infinity.
         added: Numbers that are added to the scaled products, or None.
-        subtracted: Whether `added` is subtracted instead.
+        subtracted: Whether `added` is subtracted from the products instead of added.
         softcap: If this is a number c other than 0, the logits before the mask are `c * tanh(scaled
             products / c)`.
         sinks: The sinks [H], or None.
@@ -189,8 +189,8 @@ def _peel(found: Logits, view: View) -> bool:
 
 def _sum(found: Logits, view: View) -> bool:
     """Reads a sum of products. Only a product in which each head has its own keys determines the
-    roles of the dimensions. A product that could not be read before such a product is therefore
-    tried again."""
+    roles of the dimensions. Therefore, a product that could not be read is tried again after such a
+    product."""
     found.absorbed.append(view.value)
     left = [view.of_operand(v) for v in view.value.operands]
     around = _around(found)
@@ -269,7 +269,7 @@ def _varies(view: View | None, dim: int) -> bool:
 
 
 def _is_bare(found: Logits) -> bool:
-    """Whether no operation between this value and the softmax changes the logits."""
+    """Whether no operation that has been read so far, back from the softmax, changes the logits."""
     plain = found.scale == 1.0 and not found.softcap and not found.terms
     return plain and not (found.mask or found.added)
 
@@ -297,7 +297,7 @@ def _masked(found: Logits, value: Value, view: View) -> View | None:
 
 def _added(found: Logits, value: Value, view: View) -> View | None:
     """Reads a mask of numbers. The mask is added to the scaled products, or subtracted from them,
-    so a scale must not follow it."""
+    so a scale must not follow the mask."""
     products = [v for v in value.operands if v.value.projected]
     if len(products) != 1:
         products = [v for v in value.operands if _holds_product(v)]
@@ -391,7 +391,7 @@ def _roles_in(
 
     Each head or group of heads must have its own keys, unless `heads_of` says which dimension is
     the heads. If several dimensions could be B, the first of these dimensions is B. If the sinks
-    vary along it, it is H instead.
+    vary along this dimension, it is H instead.
     """
     of_q = [n for n in dims[:-1] if n is not None and n in q.names]
     own = [n for n in of_q if n not in k_names]

@@ -33,8 +33,8 @@ class Gemm:
         weight: The weight, [N, K].
         bias: The bias, [N], or None.
         x_scale: The scales of x if x is eight-bit codes, [T or 1, K / block or 1].
-        weight_scale: The scales of the weight if it is codes, [N, K], expanded to one number for
-            each element.
+        weight_scale: The scales of the weight if the weight is codes, [N, K], expanded to one
+            number for each element.
     """
 
     value: Value
@@ -97,9 +97,14 @@ def _scaled_mm(value: Value) -> Gemm | None:
     return _of_codes(value, given, scale_a, scale_b)
 
 
-# The numbers of the scale recipes of `_scaled_mm_v2`: one scale for the tensor, one for each row,
-# one for every 128 columns of a row, and one for every block of 128 rows and 128 columns.
-_TENSOR_WISE, _ROW_WISE, _BY_128, _BY_128_SQUARED = 0, 1, 4, 5
+# The number by which `_scaled_mm_v2` knows the recipe of one scale for the whole tensor.
+_TENSOR_WISE = 0
+# The number of the recipe of one scale for each row.
+_ROW_WISE = 1
+# The number of the recipe of one scale for every 128 columns of a row.
+_BY_128 = 4
+# The number of the recipe of one scale for every block of 128 rows and 128 columns.
+_BY_128_SQUARED = 5
 _V2 = ("self", "mat2", "scale_a", "recipe_a", "swizzle_a", "scale_b", "recipe_b", "swizzle_b")
 
 
@@ -233,8 +238,8 @@ class NamedProduct:
 
     @property
     def sizes(self) -> dict[str, Size]:
-        """The length of each dimension, by name. Where one side broadcasts, this is the length of
-        the other side."""
+        """The length of each dimension, by name. If one side broadcasts along a dimension, its
+        length is that of the other side."""
         found: dict[str, Size] = {}
         for side in self.sides:
             for name, size in zip(side.names, side.view.shape, strict=True):
@@ -250,8 +255,8 @@ class NamedProduct:
 
 
 def named_product(value: Value) -> NamedProduct | None:
-    """Returns a value as a product of two tensors with named dimensions. Returns None if it is no
-    such product."""
+    """Returns a value as a product of two tensors with named dimensions. Returns None if the value
+    is not such a product."""
     if value.op == "aten.einsum":
         return _einsum(value)
     if value.op not in ("aten.matmul", "aten.mm", "aten.bmm"):
@@ -381,7 +386,7 @@ def _holds(weight: View, columns: Size, summed: Size) -> bool:
 
 
 def operator_of(value: Value) -> str:
-    """Returns the name of the operation of a product that the patterns could not read."""
+    """Returns the name of the operation that computes a product of an unknown form."""
     named = value.store.kind if value.store is not None else value.op
     return named.removeprefix("opaque:")
 

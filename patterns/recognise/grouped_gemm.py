@@ -1,5 +1,5 @@
-"""GEMMs that have one weight for each expert. They are grouped over rows that are sorted by expert,
-or batched over routes.
+"""Recognises GEMMs that have one weight for each expert. They are grouped over rows that are sorted
+by expert, or batched over routes.
 
     grouped_mm(x [M, K], weight [E, K, N], ends [E])
     bmm(weight[experts] [M, N, K], x [M, K, 1])                   in either order, or as
@@ -43,8 +43,8 @@ class ExpertGemm:
         bias_index: The experts by which the bias was gathered, or None.
         ends: The end of the sorted rows of each expert, [E]. It is None if `experts` is given.
         experts: The expert of each row, [M], or None.
-        outside, bias_outside: How the lookups of the weight and of the bias treat numbers that are
-            not the number of an expert.
+        outside: How the lookup of the weight treats numbers that are not the number of an expert.
+        bias_outside: How the lookup of the bias treats such numbers.
     """
 
     x: View

@@ -73,8 +73,8 @@ class Linear:
         gemm: The product.
         value: The tensor of the graph after the last of these steps.
         layout: The dimensions of `value`, expressed on the axes [tokens..., N] of the GEMM.
-        bias, scale: Tensors [n] for the n columns that start at `bias_first` or `scale_first`, or
-            None.
+        bias: A tensor [n] for the n columns that start at `bias_first`, or None.
+        scale: A tensor [n] for the n columns that start at `scale_first`, or None.
         clip: The limit of the clamp, or 0 if there is no clamp.
         absorbed: The values that the op replaces.
         deltas: The deltas of adapters.
@@ -174,8 +174,8 @@ def match_columns(view: View, bare: bool = False) -> LinearColumns | None:
     """Returns a view [tokens..., columns...] as columns of one linear. Returns None if the view is
     anything else.
 
-    bare: whether to accept only a product without further steps, or `F.linear`. Raises
-    InexpressibleError if an intermediate view has no normal form.
+    bare: whether to accept only a product without further steps, except the bias of `F.linear`.
+    Raises InexpressibleError if an intermediate view has no normal form.
     """
     gemm = match_gemm(view.value)
     if gemm is not None:
@@ -199,7 +199,7 @@ def match_columns(view: View, bare: bool = False) -> LinearColumns | None:
 
 _READABLE = (
     "load the model with weights that PyTorch multiplies, or decodes in the graph "
-    "(tilewright.compiler.prepare(model) when it is loaded; transformers: dequantize=True)"
+    "(tilewright.compiler.prepare(model) when the model is loaded; transformers: dequantize=True)"
 )
 
 
@@ -213,7 +213,7 @@ def unread(value: Value, what: str) -> tuple[str, str]:
     return f"{named}, and it is not known what this operator computes", _READABLE
 
 
-# The path for an optional linear. Its misses are never shown.
+# The path of a linear that need not be found. The misses of this path are never shown.
 _UNNAMED = Path("UNSUPPORTED", Stage.ANCHORED, "its reader")
 _UNSAID = Miss("", _UNNAMED.code, _UNNAMED.stage, "no linear")
 
@@ -265,7 +265,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class _Search:
-    """The state of :func:`match_linear`, which are its arguments."""
+    """The arguments of :func:`match_linear`, which each step of its search reads."""
 
     path: Path
     match_delta: MatchDelta | None
@@ -350,7 +350,7 @@ class _Search:
         low, high = clamp_bounds(value) or (None, None)
         bounds = " .. ".join(str(b.value if isinstance(b, View) else b) for b in (low, high))
         if not (isinstance(low, (int, float)) and isinstance(high, (int, float))):
-            low = high = 0  # not numbers
+            low = high = 0  # a bound is not a number, so the clamp is refused below
         if low != -high or high <= 0 or inner.clip:
             reject(
                 "UNSUPPORTED",

@@ -36,8 +36,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Compared:
-    """A comparison that is True where low <= high + slack. `low` and `high` are views of integers,
-    or an int."""
+    """A comparison that is True where low <= high + slack. Each of `low` and `high` is a view of
+    integers, or an int."""
 
     low: View | int
     high: View | int
@@ -279,8 +279,8 @@ def _holds_integers(item: Any) -> bool:
 
 
 def _difference(view: View) -> Size | None:
-    """Returns the difference of the operands of an element-wise value, if it is the same for all
-    elements."""
+    """Returns the difference of the operands of an element-wise value, if the difference is the
+    same for all elements. Otherwise, returns None."""
     lines = [line_of_operand(view, item) for item in view.value.args]
     if any(line is None for line in lines):
         return None

@@ -209,8 +209,8 @@ def _add_comparison(view: View, sees: bool, terms: _Terms) -> bool:
 
 @dataclass(frozen=True)
 class _SortedOut:
-    """The sum keys * j + more + the numbers of queries, where each of these numbers is multiplied
-    by its sign."""
+    """The sum keys * j + more + sum(sign * number), where j is the index of the key. `numbers` has
+    the pairs (sign, number), in which a number is a view that depends on the query."""
 
     keys: int
     more: int

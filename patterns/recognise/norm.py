@@ -2,7 +2,7 @@
 several operations, and there may be casts between these.
 
 The norms are RMS norms and layer norms over the last dimension. They have a weight, `1 + weight`,
-or no weight. They may have a bias if the caller supports it.
+or no weight. They may have a bias if the caller supports a bias.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ def _given(norm: View) -> tuple[Any, ...] | None:
 
 
 def _may_be_weight(view: View) -> bool:
-    """Whether a factor may be the weight of a norm. It may be if it is a vector or a parameter; cos
-    and sin are neither."""
+    """Whether a factor may be the weight of a norm. A weight is a vector or a parameter; cos and
+    sin are neither."""
     dims = view.effect.dims
     varies = bool(dims) and not effects.repeats(dims[-1])
     return varies and (view.value.op == "constant" or len(dims) == 1) and not view.value.projected

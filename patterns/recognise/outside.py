@@ -24,21 +24,22 @@ class Outside:
     """How a lookup treats numbers outside of the range from 0 to N - 1.
 
     Attributes:
-        below: How it treats negative numbers. "error": they are an error. "none": they mean no
-            expert. "first": they mean expert 0. "last": they count from the last expert, and are an
-            error if they count further than the first expert. "shifted": their rows are sorted
-            before all other rows but are not counted; this shifts the counted ends, so that later
-            rows may get the weight of another expert.
-        above: How it treats N and larger numbers, "error" or "none".
+        below: How the lookup treats negative numbers. "error": they are an error. "none": they mean
+            no expert. "first": they mean expert 0. "last": they count backwards from the last
+            expert, and are an error if they would go past the first expert. "shifted": their rows
+            are sorted before all other rows but are not counted; this shifts the counted ends, so
+            that later rows may get the weight of another expert.
+        above: How the lookup treats N and larger numbers, "error" or "none".
     """
 
     below: Literal["error", "none", "first", "last", "shifted"]
     above: Literal["error", "none"]
 
 
-#: WRAPPED is how a lookup weight[ids] treats such numbers. REFUSED means that all such numbers are
-#: an error.
-WRAPPED, REFUSED = Outside("last", "error"), Outside("error", "error")
+#: How a lookup weight[ids] treats numbers out of range.
+WRAPPED = Outside("last", "error")
+#: The treatment in which every number out of range is an error.
+REFUSED = Outside("error", "error")
 LOOKUPS = {"aten.index": WRAPPED}
 
 _COUNTED = {

@@ -33,7 +33,7 @@ from tilewright.patterns.recognise.rope_terms import (
 
 @dataclass(frozen=True)
 class Table:
-    """The cos or sin of the graph.
+    """The table of cosines or sines that a rotation reads.
 
     Attributes:
         view: The table, [..., width]. Its dimensions correspond to the dimensions of the rotated
@@ -59,12 +59,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotation.
+    """A rotary position embedding that the graph computes.
 
     Attributes:
         style: `half`, `interleaved` or `interleaved_to_half`.
         rotary_dim: The number of rotated elements of a head.
-        cos, sin: The tables.
+        cos: The table of cosines.
+        sin: The table of sines.
         x: The head before the rotation. Its dimensions correspond to the dimensions of the rotated
             head.
         absorbed: The values that compute the rotation.
@@ -87,7 +88,8 @@ class _Pairs:
     """The pairs that a rotation rotates. Each field has one entry for each rotated element.
 
     Attributes:
-        own, partner: The indices in x of the element and of its partner.
+        own: The index in x of each rotated element.
+        partner: The index in x of the other element of its pair.
         second: 1 for the second member of a pair, 0 for the first.
     """
 
@@ -226,7 +228,7 @@ def _column(terms: Sequence[Term], x: np.ndarray, second: np.ndarray) -> _Column
 
 def _table(column: _Column, pairs: _Pairs, style: str) -> Table:
     """Returns the view of a coefficient, in which the last dimension has only the used columns.
-    Raises _Unknown."""
+    Raises _Unknown for signs or a layout that the ops do not support."""
     first, second = (column.sign[pairs.second == member] for member in (0, 1))
     if np.any(first != first[0]) or np.any(second != second[0]):
         raise _Unknown("its signs alternate")
@@ -250,7 +252,7 @@ def _table(column: _Column, pairs: _Pairs, style: str) -> Table:
 
 def _table_of_members(column: _Column, pairs: _Pairs, style: str, signs: tuple[int, int]) -> Table:
     """Returns one table that has a separate view for the first members and for the second members.
-    Raises _Unknown."""
+    Raises _Unknown for a layout that the ops do not support."""
     parts = {leaf.part for leaf in column.leaves}
     if len(parts) != 1:
         raise _Unknown("cos and sin are parts of different numbers")
@@ -361,7 +363,7 @@ def _is_dense(rows: View, item: View | Computed) -> bool:
 
 def _rows(table: View, layout: Effect, feature: int, tokens: Sequence[Size], stage: Stage) -> View:
     """Returns a table whose token dimensions are merged into one, in the op's order of the tokens.
-    Raises Reject."""
+    Raises Reject (ROPE_TABLE) if the table differs between heads."""
     by_axis: dict[int, tuple[Atom, ...]] = {}
     for place, dim in zip(layout.dims[:-1], table.effect.dims[:-1], strict=True):
         axes = [a.axis for a in place]

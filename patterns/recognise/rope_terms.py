@@ -84,7 +84,7 @@ def never(view: View) -> bool:
 
 @dataclass(frozen=True)
 class _Walk:
-    """The state of the search.
+    """The state of the search from a head back to the terms of its rotation.
 
     Attributes:
         is_addend: The argument of :func:`head_terms`.
@@ -185,7 +185,8 @@ def _scales_codes(value: Value, product: View) -> bool:
 
 def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
     """Returns a view with an open last dimension, and the indices on the base that this dimension
-    selects. Raises NotRotation."""
+    selects. Raises NotRotation if the last dimension selects along several axes, or starts at a
+    symbolic place."""
     view = _one_piece(view)
     places = _places(view)
     if len(places) != 1:
@@ -197,7 +198,7 @@ def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
 
 def _opened(view: View, axis: int, others: Mapping[int, int]) -> tuple[Leaf, int]:
     """Returns the view as a leaf in which `axis` of its last dimension is open, and the start of
-    the last dimension on this axis. Raises NotRotation.
+    the last dimension on this axis. Raises NotRotation if this start is a symbol.
 
     others: further axes that the last dimension selects along. Each axis has an index at which it
     is fixed.

@@ -53,7 +53,7 @@ def flat(view: View) -> View:
 
 def per_row(view: View) -> View | None:
     """Returns a view [M, 1], or such a view broadcast to [M, N], as [M]. Returns None if the view
-    differs between columns, and if it is a single number."""
+    differs between columns, or if the view is a single number."""
     if not view.effect.dims:
         return None
     *rows, last = view.effect.dims
@@ -64,8 +64,9 @@ def strip_integer_casts(view: View, below: Size | None = None) -> View:
     """Returns the view before casts that do not change integers.
 
     A cast to bool changes integers, so it is kept. Casts from types with fewer than 32 bits are
-    kept too, because no op supports such indices. below: for a reader that treats all numbers from
-    `below` up in the same way, and all numbers under `-below` in the same way.
+    kept too, because no op supports such indices. below: the number from which on the reader of the
+    view treats all numbers in the same way; it also treats all numbers under `-below` in the same
+    way. A cast that changes only such numbers is removed too.
     """
     if view.value.op != "cast":
         return view  # the usual case
@@ -205,7 +206,8 @@ def experts_of(view: View, num_experts: Size | None = None) -> View:
     """Returns the expert of each route, for a view of the experts in the original order of the
     routes, or in sorted order.
 
-    num_experts: for a reader that treats all experts from this number up in the same way.
+    num_experts: the number from which on the reader of the view treats all experts in the same way.
+    A cast that changes only such numbers is ignored.
     """
     view = strip_integer_casts(view, num_experts)
     value = view.value

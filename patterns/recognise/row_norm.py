@@ -14,10 +14,10 @@ from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.recognise.norm import Norm, norm_of
 
-# For each kind of norm, the dtypes of x for which ops compute the norm. With an RMS norm, the op
-# multiplies by the weight before it divides by the root mean square, which requires the range of
-# bfloat16. With a layer norm, it rounds the result of the norm to the dtype of x before the
-# product, as the graph does.
+# For each kind of norm, the dtypes of the norm's input for which ops compute the norm. With an RMS
+# norm, the op multiplies by the weight before it divides by the root mean square, which requires
+# the range of bfloat16. With a layer norm, the op rounds the result of the norm to the dtype of x
+# before the product, as the graph does.
 _TAKEN = {"rms": (torch.bfloat16,), "layer": HALVES}
 
 

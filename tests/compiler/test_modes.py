@@ -206,7 +206,7 @@ def test_a_model_without_gradient_inside_is_fused_where_grad_mode_is_on():
 
 def test_lower_tells_of_a_gradient_inside():
     (miss,) = (m for m in lower(half, arguments()).misses if m.code == GRADIENT)
-    assert "a gradient can flow through it" in str(miss)
+    assert "a gradient can flow through this site" in str(miss)
     assert miss.hint == GRAD_HINT
 
 

@@ -98,7 +98,7 @@ def test_a_factor_that_keeps_float16_in_range_stays_in_front():
     module, args = build("query_multiplier", torch.float16)
     (miss,) = misses_of(lower(module, tuple(args)), "qkv_cache")
     assert miss.code == "Q_PATH"
-    assert "float16 may not hold it" in miss.message
+    assert "float16 may overflow" in miss.message
 
 
 def test_every_style_is_asked_for():

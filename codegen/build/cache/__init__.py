@@ -46,14 +46,15 @@ __all__ = ["Entry", "KernelCache", "cache_dir", "key_of", "observers"]
 MANIFEST = "manifest.json"
 _FORMAT = 2
 
-#: If a process has waited this long (seconds) for another process to make an entry, it makes the
-#: entry itself.
+#: A process that has waited this many seconds for another process to make an entry makes the entry
+#: itself.
 _WAIT_S = 900.0
 #: Functions that are called with the kind, key and files of each entry that is found or made.
 observers: list[Callable[[str, str, Mapping[str, bytes]], None]] = []
 
 # The time of last use of an entry is written at most once in this many seconds.
 _USED_EVERY_S = 3600.0
+# How often a process sets aside what is in the place of an entry before it gives up.
 _MOVES = 3
 
 
@@ -96,7 +97,7 @@ class KernelCache:
         return found
 
     def has(self, kind: str, key: str) -> bool:
-        """Whether :meth:`find` would find the entry. Does not call the observers."""
+        """Whether :meth:`find` would find the entry. This method does not call the observers."""
         return self._found(kind, key) is not None
 
     def put_new(self, kind: str, key: str, files: Mapping[str, bytes]) -> None:
@@ -222,8 +223,8 @@ def _tell(kind: str, key: str, files: Mapping[str, bytes]) -> None:
         told(kind, key, files)
 
 
-# The private folders of entries that cannot be written to a cache, by process and by the root of
-# the cache.
+# Maps (process, root of a cache) to the private folder of this process for entries that cannot be
+# written to this cache.
 _private_roots: dict[tuple[int, Path], Path] = {}
 
 

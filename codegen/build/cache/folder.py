@@ -30,14 +30,14 @@ log = logging.getLogger("tilewright")
 
 _GROUP_AND_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-#: If a temporary folder is at least this old (seconds) and no process has locked it, the process
-#: that made it was killed.
+#: The age in seconds from which an unlocked temporary folder is stale: the process that made it was
+#: killed.
 STALE_AFTER_S = 3600.0
 
 
 def cache_dir() -> Path:
-    """Returns TILEWRIGHT_CACHE_DIR. If it is not set, returns `tilewright` in the user's XDG cache
-    folder. Expands `~`.
+    """Returns the path in TILEWRIGHT_CACHE_DIR. If the variable is not set, returns `tilewright` in
+    the user's XDG cache folder. Expands `~`.
 
     A relative XDG_CACHE_HOME is ignored, as the XDG specification requires. For a user without a
     home directory, returns a folder in the system's temporary folder.

@@ -1,8 +1,8 @@
-"""The contents of the kernel cache, and pruning. Pruning removes leftovers of killed processes
-first, then the least recently used entries.
+"""Lists the contents of the kernel cache, and prunes the cache: leftovers of killed processes are
+removed first, then the least recently used entries.
 
-An entry is renamed before it is deleted. If a process looks for it after that, it makes the entry
-again.
+An entry is renamed before it is deleted. A process that looks for the entry afterwards makes the
+entry again.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ DEFAULT_BOUND = 2 * 2**30
 #: Pruning removes entries until the cache takes at most this fraction of the size bound, so that
 #: the next entry does not require pruning again.
 _LEFT = 0.9
+# `prune_hourly` does nothing if the cache was pruned less than this many seconds ago.
 _EVERY_S = 3600.0
+# The file whose modification time is the time of the last pruning.
 _MARK = "last-prune"
 
-# The pattern is strict because the folder may also hold files of other programs.
+# Matches the names of entries. The pattern is strict because the folder may also hold files of
+# other programs.
 _KEY = re.compile(r"[0-9a-f]{64}\Z")
-# Matches the names of temporary folders and locks. The last line matches the names of the first
-# cache format.
+# Matches the names of temporary folders and locks. The last line matches the names that the first
+# format of the cache used.
 _LEFTOVER = re.compile(
     r"[0-9a-f]{16}\.[0-9a-f]{12}\.tmp\Z|[0-9a-f]{64}\.lock\Z|"
     r"([0-9a-f]{16}|corrupt)\.[a-z0-9_]{8}\Z"

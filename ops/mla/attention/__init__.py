@@ -1,1 +1,1 @@
-"""The attention core: softmax attention with heads that have an unrotated and a rotated part."""
+"""The core of MLA ops: softmax attention with heads that have an unrotated and a rotated part."""

@@ -1,13 +1,15 @@
-"""cuDNN's attention as a way to compute the MLA core, over keys whose two parts are joined.
+"""cuDNN's attention as a way to compute the attention of MLA ops. It needs keys whose unrotated and
+rotated parts are joined in one tensor.
 
-If it is known in advance that the library will read the keys, they are made as one joined tensor
-[keys, H, R + N + V]. The rope columns of a head come first, and the up-projection writes the other
-columns in place. One launch rotates the queries, puts their columns into the same order, and writes
-the rope keys to all heads. Other keys are joined by a separate launch.
+If it is known before the keys are computed that cuDNN will read them, keys and values are computed
+as one joined tensor [keys, H, R + N + V]. The rope columns of a head come first, and the
+up-projection writes the other columns in place. One launch rotates the queries, puts their columns
+into the same order, and writes the rope keys to all heads. In other cases, a separate launch joins
+the parts of the keys.
 
-The library gets only masks that shapes determine. Ragged sequences are excluded, since their
-lengths are on the device (and torch's variable-length form builds a plan at each call, 45 ms on an
-H200).
+cuDNN is used only if shapes alone determine the mask. It is not used for ragged sequences, because
+their lengths are on the device, and because torch's variable-length form builds a plan at each
+call, which takes 45 ms on an H200.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ _join_statics = cache(kernels.join_statics)
 
 
 def library_wanted(a: AttentionCall, target: Target) -> bool:
-    """Whether the library computes a call whose queries come in parts: its result is the same, and
-    it is faster."""
+    """Whether cuDNN computes a call whose queries come in two parts: its result is the same as the
+    kernel's, and it is faster."""
     if not target.has("wgmma") or a.ragged or a.k.element_size() == 1 or a.k_rope is None:
         return False
     places = (a.query_starts, a.key_starts, a.key_lengths, a.query_positions)
@@ -46,7 +48,7 @@ def library_wanted(a: AttentionCall, target: Target) -> bool:
 
 
 def _accepted(a: AttentionCall) -> bool:
-    """Whether cuDNN accepts the call. Off-GPU, assumes a recent cuDNN."""
+    """Whether cuDNN accepts the call. If the tensors are not on a GPU, assumes a recent cuDNN."""
     if a.q.device.type != "cuda":
         return True
     return _supported(a.q.dtype, a.nope, a.rope, a.v.shape[-1], a.q.device.index or 0)
@@ -54,8 +56,8 @@ def _accepted(a: AttentionCall) -> bool:
 
 @cache
 def _supported(dtype: torch.dtype, nope: int, rope: int, v_dim: int, index: int) -> bool:
-    """Whether this torch's cuDNN supports such head dimensions, tested with tiny tensors that have
-    the strides of joined keys."""
+    """Whether the installed cuDNN supports these head dimensions. This is tested with tiny tensors
+    that have the strides of joined keys."""
     width = rope + nope
     q = torch.empty((1, 128, 1, width), dtype=dtype, device=f"cuda:{index}").transpose(1, 2)
     keys = q.new_empty((1, 128, 1, width + v_dim)).transpose(1, 2)
@@ -65,8 +67,8 @@ def _supported(dtype: torch.dtype, nope: int, rope: int, v_dim: int, index: int)
 
 
 def library_steps(a: AttentionCall, target: Target) -> Steps:
-    """Runs attention to keys that are not joined yet. The result is out [B, S, H, V], and lse [B,
-    S, H] if requested."""
+    """Performs attention to keys whose parts are not joined yet. The result is out [B, S, H, V]. If
+    a.return_lse is set, the result also has the log-sum-exp lse [B, S, H]."""
     batch, num_keys, heads = a.k.shape[:3]
     keys = yield Buffer((batch, num_keys, heads, a.rope + a.nope), a.k.dtype)
     yield join_launch(a, keys, target)
@@ -82,8 +84,8 @@ def join_launch(a: AttentionCall, keys: torch.Tensor, target: Target) -> Launch:
 
 
 def whole_steps(a: AttentionCall, first: torch.Tensor, keys: torch.Tensor) -> Steps:
-    """Runs attention to joined keys [B, K, H, N + R]. The two parts of the queries must be adjacent
-    in memory, in the same order as in keys; `first` is the part that comes first."""
+    """Performs attention to joined keys [B, K, H, N + R]. The two parts of the queries must be
+    adjacent in memory, in the same order as in the keys. first: the part that comes first."""
     q = first.as_strided((*first.shape[:-1], a.rope + a.nope), first.stride())
     given: tuple[torch.Tensor, ...] = (q, keys, a.v)
     if a.return_lse:
@@ -103,13 +105,14 @@ def _cudnn(
     causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """Returns out [B, S, H, V] of q, k and v [B, S, H, ..], and fills lse [B, S, H]."""
+    """Returns the attention [B, S, H, V] of q, k and v [B, S, H, ..]. If lse [B, S, H] is given,
+    also writes the log-sum-exp to it."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    # is_causal aligns at the top left, which matches positions that start at 0.
+    # is_causal aligns the mask at the top left, which is correct for positions that start at 0.
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, lse is not None, 0.0, causal, False, scale=scale
     )
     if lse is not None:
         lse.copy_(found[1][..., 0].transpose(1, 2))
-    # The library lays out its result like q, so nothing is copied.
+    # cuDNN's result has the memory layout of q, so contiguous() copies nothing.
     return found[0].transpose(1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""The steps of the attention core of the MLA ops, and of the merge of partial results."""
+"""The steps of the attention of MLA ops, and of the merge of partial results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tilewright.ops.mla.attention.operands import (
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
-# Tensors with an element for each sequence, which kernels read with stride 1.
+# The fields that are tensors with an element for each sequence. Kernels read them with stride 1.
 BY_SEQUENCE = ("query_offsets", "key_offsets", "query_starts", "key_starts", "key_lengths")
 
 _statics = cache(kernels.attention_statics)
@@ -38,10 +38,11 @@ _merge_statics = cache(kernels.merge_statics)
 
 
 def attention_steps(a: AttentionCall, target: Target, joined: torch.Tensor | None = None) -> Steps:
-    """Runs the steps of a call; the result is (out,) or (out, lse).
+    """Performs the steps of a call. The result is (out,), or (out, lse) if the call has return_lse.
+    Raises ArgumentError.
 
-    joined: [.., H, R + N + V], with as many keys as queries; the call's k and v are views of it.
-    The steps fill its rope columns, and the library computes the attention. Raises ArgumentError.
+    joined: a tensor [.., H, R + N + V] with as many keys as queries, of which the call's k and v
+    are views. If it is given, the steps fill its rope columns, and cuDNN computes the attention.
     """
     if joined is not None:
         check_call(a)
@@ -51,7 +52,7 @@ def attention_steps(a: AttentionCall, target: Target, joined: torch.Tensor | Non
     a = yield from _ready_queries((yield from with_dense(a, BY_SEQUENCE)), target)
     check_call(a)
     if a.q.numel() == 0:
-        return Outcome((yield from _results(a)), "mla attention", "no queries")
+        return Outcome((yield from _results(a)), "mla attention", "there are no queries")
     if library_wanted(a, target):
         return (yield from library_steps(a, target))
     if a.attn_mask is not None and a.mask_blocks is None:
@@ -74,8 +75,8 @@ def core_launch(
     *,
     head_group: int | None = None,
 ) -> Launch:
-    """Returns the launch of `mla_attention` that fills (out,) or (out, lse). head_group: a number
-    to use instead of the plan's."""
+    """Returns the launch of `mla_attention` that fills `results`, which are (out,) or (out, lse).
+    head_group: the number of heads in a group, to use instead of the plan's number."""
     tiles = schedule(
         config,
         a.sizes,
@@ -99,9 +100,10 @@ def _results(a: AttentionCall) -> Generator[Step, Any, tuple[torch.Tensor, ...]]
 
 
 def _ready_queries(a: AttentionCall, target: Target) -> Generator[Step, Any, AttentionCall]:
-    """Returns the call with its queries in the form that attention takes. Our kernel takes them
-    unchanged, or rotates them itself, or takes them rotated or cast in advance. The library takes
-    them rotated, with both parts adjacent in memory."""
+    """Returns the call with its queries in the form that attention needs. For the emitted kernel,
+    the queries are passed unchanged if they need no rotation, or if the kernel rotates them.
+    Otherwise, they are rotated and cast first. For cuDNN, they are rotated first, with both parts
+    adjacent in memory."""
     whole = False
     if a.q.dtype == a.k.dtype:
         parts = a.in_parts()
@@ -115,7 +117,7 @@ def _ready_queries(a: AttentionCall, target: Target) -> Generator[Step, Any, Att
 
 
 def _rotates_itself(a: AttentionCall, target: Target) -> bool:
-    """Whether our kernel rotates the queries of a call."""
+    """Whether the emitted kernel rotates the queries of a call."""
     problem = attention_problem(a)
     return rotates_queries(problem, attention_config(problem, a.sizes, target))
 
@@ -127,12 +129,12 @@ def query_steps(
     whole: bool = False,
     joined: torch.Tensor | None = None,
 ) -> Generator[Step, Any, tuple[torch.Tensor, torch.Tensor]]:
-    """Returns (unrotated columns of q, rotated columns), rotated by a.tables and cast to k's dtype.
-    A part that needs no change is a view of a.q.
+    """Returns two tensors: the unrotated columns of q, and the other columns, rotated by a.tables.
+    Both are cast to k's dtype. A part that needs no change is a view of a.q.
 
-    whole: whether both parts are adjacent views of one new tensor. joined [.., H, R + ..]:
-    contiguous, with as many keys as tokens. If it is given, the rotated columns of q come first,
-    and the rope keys are written to the first columns of joined.
+    whole: whether both parts are adjacent views of one new tensor. joined: a contiguous tensor [..,
+    H, R + ..] with as many keys as tokens. If it is given, the rotated columns of q come first in
+    the new tensor, and the rope keys are written to the first columns of joined.
     """
     problem, rotation, values = query_call(a, whole, joined)
     rows = values["num_rows"]
@@ -153,8 +155,8 @@ def merge_steps(
     out_dtype: torch.dtype,
     target: Target,
 ) -> Steps:
-    """Merges partial results over disjoint keys: outs [T, H, V] and lses fp32 [T, H] become out [T,
-    H, V] of `out_dtype`."""
+    """Merges partial results of attention to disjoint sets of keys. outs: the results [T, H, V].
+    lses: their log-sum-exps, fp32 [T, H]. The merged result is [T, H, V] of `out_dtype`."""
     shape, rows = outs[0].shape, lses[0].numel()
     parts, part_lses = (yield from _stack(outs)), (yield from _stack(lses))
     out = yield Buffer(shape, out_dtype)

@@ -1,4 +1,5 @@
-"""Calls of the MLA attention core as static problems, and the values of a launch."""
+"""The record AttentionCall, which describes a call of the attention of MLA ops, and its conversion
+to the static problem and the run-time values of a kernel."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ DTYPES = (torch.bfloat16, torch.float16, *FP8_DTYPES)
 def rotation_of(
     tables: RopeTables | None, columns: int
 ) -> tuple[Rotation, dict[str, torch.Tensor | None]]:
-    """Returns the static data of a rotation of `columns`, and its tables by kernel parameter name.
-    There is no sin if cosines and sines alternate in one table."""
+    """Returns the static data of a rotation of `columns`, and the tables of the rotation by the
+    names of the kernel's parameters. `sin` is None if cosines and sines alternate in one table."""
     if tables is None:
         return NO_ROTATION, {"cos": None, "sin": None}
     cos = given(tables.cos)
@@ -45,32 +46,42 @@ def rotation_of(
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """softmax(scale * [q . k + q_rope . k_rope], masked) @ v, and its log-sum-exp.
+    """A call that computes softmax(scale * [q . k + q_rope . k_rope], masked) @ v.
 
-    q [T, H, N], q_rope [T, H, R], k [K, H, N], v [K, H, V], k_rope [K, R] for ragged sequences;
-    with a batch dimension in front for dense sequences. q_rope None: it is q's last R columns.
-    Dtypes: bf16, fp16 or e4m3. If k is 8-bit and q is wider, q is divided by q_scale and cast to
-    k's dtype, saturating. Any strides, with contiguous last dimensions; v may be contiguous along
-    its keys instead (fastest for 8 bits).
+    Attributes:
+        q, q_rope: The unrotated part [T, H, N] and the rotated part [T, H, R] of the queries. If
+            q_rope is None, q is [T, H, N + R] and has both parts. If q is wider than 8 bits and k
+            is not, q is divided by q_scale and cast to k's dtype, saturating.
+        k, v, k_rope: The keys [K, H, N], the values [K, H, V] and the rotated part [K, R] of the
+            keys, which all heads share. The dtypes are bf16, fp16 or e4m3.
+        scale: A positive number, by which the logits are multiplied.
+        query_offsets, key_offsets: The first row of each sequence, and the number of rows at the
+            end, int [B + 1]. They are None for dense sequences. The other tensors then have a batch
+            dimension in front.
+        query_starts: The position of the first query of each sequence, int [B]. If it is None, the
+            positions are 0.
+        key_starts: The position of the first key of each sequence, int [B]. If it is None, the
+            positions are 0.
+        key_lengths: Queries do not attend to keys at this position and later, int [B].
+        query_positions: The position of each query, int [T], [S] or [B, S], instead of
+            query_starts.
+        mask, window: "none", "causal", "sliding_window" (causal, of the last `window` keys) or
+            "chunked" (causal, within chunks of `window`).
+        attn_mask: A mask [B or 1, H or 1, S or 1, K] for dense sequences, where K is at least the
+            number of keys of a sequence. A bool mask has True for a visible key. A mask of numbers
+            is added to the logits.
+        mask_blocks: The list of blocks of attn_mask, as the op `mask_blocks` returns it. If it is
+            None, the call computes the list.
+        q_scale, k_scale, v_scale: fp32 scalars on the device, by which 8-bit values are multiplied.
+        out_dtype: The dtype of the result.
+        return_lse: Whether the call also returns the natural log-sum-exp of the scaled logits, fp32
+            [T, H].
+        tables: The tables by which q's last columns are rotated first.
 
-    scale: positive. tables: rotate q's last columns first.
-    query_offsets, key_offsets: int [B + 1], rows of each sequence; None for dense sequences.
-    query_starts: int [B], the position of a sequence's first query; None: 0.
-    query_positions: int [T], [S] or [B, S], replaces query_starts.
-    key_starts: int [B], the position of a sequence's first key; None: 0.
-    key_lengths: int [B]: keys at this position and later are not seen.
-    mask, window: "none", "causal", "sliding_window" (causal, of the last `window` keys) or
-        "chunked" (causal, within chunks of `window`).
-    attn_mask: [B or 1, H or 1, S or 1, K], where K is at least the number of keys of a sequence;
-        bool (True: the key is seen), or numbers that are added to the logits; for dense sequences
-        only.
-    mask_blocks: the mask's list of blocks, as the op `mask_blocks` returns it; None: the call makes
-        it.
-    q_scale, k_scale, v_scale: fp32 scalars on the device that 8-bit values are multiplied by.
-    return_lse: also return fp32 [T, H], the natural log-sum-exp of scaled logits.
-
-    A query that sees no key gives zeros, and a log-sum-exp of -inf; tokens outside the offsets are
-    not written. Nothing is read back from the device.
+    The tensors may have any strides, but their last dimension is contiguous. v may be contiguous
+    along its keys instead, which is fastest for 8 bits. If a query attends to no key, its result is
+    zeros, and its log-sum-exp is -inf. The results of tokens outside the offsets are not written.
+    Nothing is read back from the device.
     """
 
     q: torch.Tensor
@@ -129,12 +140,12 @@ class AttentionCall:
 
     @property
     def table_rows(self) -> int:
-        """The rows of the rotation's tables, at least 1."""
+        """The number of rows of the rotation's tables; 1 if there are none."""
         return 1 if self.tables is None else max(given(self.tables.cos).shape[0], 1)
 
     def with_queries(self, own: torch.Tensor, turned: torch.Tensor) -> AttentionCall:
-        """Returns the call with the rotated columns of the queries as a separate tensor, if keys
-        have rotated columns."""
+        """Returns the call with these queries. own: their unrotated part. turned: their rotated
+        part, which is ignored if the keys have none."""
         return replace(self, q=own, q_rope=None if self.k_rope is None else turned)
 
     def in_parts(self) -> AttentionCall:
@@ -144,7 +155,7 @@ class AttentionCall:
 
 
 def check_call(a: AttentionCall) -> None:
-    """Raises ArgumentError for a call that no kernel takes. The calling op has checked the
+    """Raises ArgumentError for a call that no kernel can compute. The calling op has checked the
     shapes."""
     check_mask(OP, a)
     check_number(OP, "scale", a.scale, above=True)
@@ -163,12 +174,13 @@ def check_call(a: AttentionCall) -> None:
         if tensor is not None and tensor.numel() and tensor.stride(-1) != 1:
             raise ArgumentError(OP, name, "a contiguous last dimension", list(tensor.stride()))
     if a.v.numel() and a.v.stride(-1) != 1 and a.v.stride(-3) != 1:
-        raise ArgumentError(OP, "v", "contiguous dims, or contiguous keys", list(a.v.stride()))
+        expected = "the last dimension or the dimension of the keys contiguous"
+        raise ArgumentError(OP, "v", expected, list(a.v.stride()))
 
 
 def launch_values(a: AttentionCall) -> dict[str, Any]:
-    """Returns a call's tensors and numbers by kernel parameter name, except its results, its tables
-    and its division into tiles."""
+    """Returns the tensors and numbers of a call by the names of the kernel's parameters, except the
+    results, the tables of the rotation and the numbers that depend on the tile sizes."""
     sizes = a.sizes
     return {
         **vars(a),  # kernel parameters with the same names as fields
@@ -185,7 +197,7 @@ def launch_values(a: AttentionCall) -> dict[str, Any]:
 
 
 def constant_strides(a: AttentionCall) -> dict[str, Constant]:
-    """Returns the strides of a launch that are constants."""
+    """Returns the strides that are known when the kernel is compiled."""
     lists = {} if a.mask_blocks is not None else dict.fromkeys(LIST_STRIDES, 0)
     return lists | known_strides(a.attn_mask)
 
@@ -214,7 +226,7 @@ def attention_problem(a: AttentionCall) -> AttentionProblem:
 
 
 def _joint(a: AttentionCall) -> bool:
-    """Whether the values of a key follow it in memory, so that one descriptor reads both."""
+    """Whether the values of a key follow the key in memory, so that one descriptor reads both."""
     dims = (a.nope, a.v.shape[-1])
     whole = all(next_power_of_2(dim) == dim for dim in dims) and dims[0] == dims[1]
     return whole and not a.v_by_key and follows(a.v, a.k)
@@ -230,10 +242,11 @@ def _reached(part: torch.Tensor) -> bool:
 def query_call(
     a: AttentionCall, whole: bool, joined: torch.Tensor | None
 ) -> tuple[QueryProblem, Rotation, dict[str, Any]]:
-    """Returns the problem and the rotation of a launch of `mla_query`, and its values except the
-    output.
+    """Returns the problem, the rotation and the values of a launch of `mla_query`. The values lack
+    the output.
 
-    whole: all columns are written. joined: keys whose rope columns are written.
+    whole: whether all columns of the queries are written, and not only the rotated ones. joined:
+    the tensor of keys whose rope columns are written; None if there is none.
     """
     q, tables = a.q, a.tables
     if a.q_rope is not None:
@@ -241,7 +254,7 @@ def query_call(
     tokens = q.shape[:-2].numel()
     run = tokens if a.ragged else q.shape[-3]
     if a.query_positions is not None and a.query_positions.dim() == 2:
-        # With a position for each token, all tokens are one run.
+        # If each token has its own position, the tokens of all sequences count as one sequence.
         q, run = q.reshape(1, tokens, *q.shape[-2:]), tokens
     offsets = starts = positions = None
     if tables is not None and tables.rope_by_position:

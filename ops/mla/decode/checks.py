@@ -1,5 +1,5 @@
 """Checks of the arguments of `mla_decode`, which raise ArgumentError, and the reasons why no
-emitted kernel takes a call. All but `check_decode_values` read metadata only."""
+emitted kernel can compute a call. All functions except `check_decode_values` read only metadata."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_ROPE = 128
 
 
 def check_decode(op: str, a: MlaDecodeArguments) -> None:
-    """Checks an MlaDecodeArguments. Reads metadata only; raises ArgumentError."""
+    """Checks an MlaDecodeArguments. Reads only metadata. Raises ArgumentError."""
     check_operand(op, "q", a.q, "[T, H, N + R]", (None, None, None), FLOAT_DTYPES, dense=True)
     rope_dim = check_weight(op, a) if a.v_weight is None else _check_halves(op, a)
     dtypes, device, rank = (a.q.dtype,), a.q.device, a.kv_b_weight.shape[-1]
@@ -44,7 +44,8 @@ def check_decode(op: str, a: MlaDecodeArguments) -> None:
 
 
 def _check_halves(op: str, a: MlaDecodeArguments) -> Any:
-    """Checks separate weights of an up-projection, [H, N, L] and [H, V, L]; returns R."""
+    """Checks the weights of an up-projection that is given as two tensors, [H, N, L] and [H, V, L].
+    Returns R."""
     heads, width = a.q.shape[1:]
     dtypes, device = (a.q.dtype,), a.q.device
     sizes: tuple[Any, ...] = (heads, None, None)
@@ -61,13 +62,14 @@ def _check_halves(op: str, a: MlaDecodeArguments) -> Any:
 
 
 def check_decode_values(op: str, a: MlaDecodeArguments) -> None:
-    """Checks offsets, lengths and pages, which need real memory. Raises ArgumentError."""
+    """Checks the values of offsets, lengths and pages. This needs real tensors, not fake ones.
+    Raises ArgumentError."""
     with in_words_of(op, OWN_NAMES):
         check_attention_values(op, as_attention(a, a.q, a.latent))
 
 
 def decode_obstacle(a: MlaDecodeArguments) -> str | None:
-    """Returns why no kernel takes a call; None if one does. Reads metadata only."""
+    """Returns why no kernel can compute a call; None if a kernel can. Reads only metadata."""
     rank, rope_dim = a.latent.shape[2], a.rope_keys.shape[2]
     if rank > MAX_WIDTH or rope_dim > MAX_ROPE:
         return f"no kernel for latents of rank {rank} with {rope_dim} rope columns"

@@ -1,7 +1,8 @@
 """`mla_decode`: multi-head latent attention in its absorbed form, for few queries of a long cache.
 
-The up-projection is multiplied into queries and results (DeepSeek-V2, 2024, section 2.1), not into
-the keys. Each key is read once for all heads, in place in its cache.
+The weights of the up-projection are multiplied into the queries and the results, instead of into
+the keys and values (DeepSeek-V2, 2024, section 2.1). Each key is read once for all heads, in place
+in the cache.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ def fake(a: MlaDecodeArguments) -> torch.Tensor:
 
 
 def reference(a: MlaDecodeArguments) -> torch.Tensor:
-    """In fp32 (float64 for float64 q), the weight dequantised first:
+    """Computes, in fp32 (float64 for float64 q), for each head h:
 
         q_latent = q_nope @ W_UK[h]                          q's first N columns
         logits = scale * (q_latent | q_rope) @ (latent | rope_keys)^T + attn_mask
         o_latent = softmax(logits) @ latent                  -inf where the mask hides
         out = o_latent @ W_UV[h]^T                           rounded to q's dtype
 
-    With round_latents, each latent is first rounded to e4m3 codes times their scales. Latents that
-    no query sees are not read.
+    A quantised weight is dequantised first. With round_latents, each latent is first rounded to
+    e4m3 codes times their scales. Latents that no query attends to are not read.
     """
     return decode_reference(a)
 
 
 def work(a: MlaDecodeArguments) -> Work:
-    """Returns the reads of latents and rope keys, each once for all heads, and the FLOPs of each
-    head's products with the up-projection."""
+    """Returns the Work of a call: reads of latents and rope keys, which are read once for all
+    heads, and the FLOPs of the products of all heads with the up-projection."""
     token_bytes = sum(t.shape[2] * t.element_size() for t in (a.latent, a.rope_keys))
     sequences, capacity = present_of(a, a.latent)
     (tokens, heads, _), (nope, rope, v_dim) = a.q.shape, widths(a)

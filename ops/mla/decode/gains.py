@@ -19,7 +19,8 @@ def is_faster(
     rank: int,
     sequences: int = 0,
 ) -> bool:
-    """Whether absorbed attention is faster. The sizes are those of :class:`DecodeSizes`."""
+    """Whether absorbed attention is faster. The arguments have the meaning of the fields of
+    DecodeSizes."""
     problem = CacheProblem(1, heads, rank, rank, "bf16", "bf16", latent=True, rope_dim=rope)
     tile_queries, tile_heads, rows = decode_rows(problem, queries)
     tiles = cdiv(queries, tile_queries) * cdiv(heads, tile_heads)

@@ -47,7 +47,7 @@ NAME = "absorbed attention"
 
 
 def decode_steps(a: MlaDecodeArguments, target: Target) -> Steps:
-    """Runs the steps of a call."""
+    """Performs the steps of a call of `mla_decode`."""
     nope = widths(a)[0]
     return (yield from absorbed_steps(a, a.q[..., :nope], a.q[..., nope:], target))
 
@@ -55,8 +55,8 @@ def decode_steps(a: MlaDecodeArguments, target: Target) -> Steps:
 def absorbed_steps(
     a: MlaDecodeArguments, q_nope: torch.Tensor, q_rope: torch.Tensor, target: Target
 ) -> Steps:
-    """Runs the steps of a call whose queries come in two parts, [T, H, N] and [T, H, R]. Only the
-    dtype and shape of a.q are used."""
+    """Performs the steps of a call whose queries come in two parts, [T, H, N] and [T, H, R]. Only
+    the dtype and shape of a.q are used."""
     if a.q.numel() == 0:
         out = yield Buffer((*a.q.shape[:2], a.v_dim), a.q.dtype)
         return Outcome(out, "nothing", "there are no queries, so nothing is launched")
@@ -71,8 +71,9 @@ def absorbed_steps(
 
 
 def _latent_rounding(a: MlaDecodeArguments) -> RowRounding | None:
-    """Returns the rounding of latents in a call; None without one. A latent with a single scale is
-    rounded together with the zeros that fill its tile."""
+    """Returns the rounding of latents in a call; None if latents are not rounded. If all columns of
+    a latent share a scale, the group is as wide as the tile. The tile is filled up with zeros,
+    which do not change the scale."""
     if not a.round_latents:
         return None
     r = a.latent_rounding
@@ -82,14 +83,17 @@ def _latent_rounding(a: MlaDecodeArguments) -> RowRounding | None:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """A weight [H, K, W] of each head: numbers, or float8 codes with scales.
+    """The weights [K, W] of H heads: numbers, or float8 codes with scales. The weights are parts of
+    the up-projection's weight [rows, L].
 
     Attributes:
-        scale: The scales of the weight [rows, L] of which these are parts; None for numbers.
-        block: How many rows and columns of that weight share a scale.
-        head_rows, first_row: How many rows of it each head has, and which of them is the first.
-        k_is_row: Whether K counts its rows.
-        step: How many indices of K a step multiplies.
+        data: The numbers or codes [H, K, W].
+        scale: The scales of the up-projection's weight; None if `data` has numbers.
+        block: How many rows and columns of the up-projection's weight share a scale.
+        head_rows: How many rows of the up-projection's weight each head has.
+        first_row: The first of these rows that belongs to `data`.
+        k_is_row: Whether K counts rows of the up-projection's weight, and W its columns.
+        step: How many indices of K the kernel multiplies in one step of its loop.
     """
 
     data: torch.Tensor
@@ -122,11 +126,12 @@ def _suits_kernel(x: torch.Tensor) -> bool:
 
 
 def _coded_weights(a: MlaDecodeArguments) -> tuple[HeadWeights, HeadWeights] | None:
-    """Returns the codes of both weights; None if a scale begins within a step over K."""
+    """Returns the codes of both weights. Returns None if the kernel cannot step over K such that
+    all indices of a step share a scale."""
     nope, _, v_dim = widths(a)
     rows, rank = a.kv_b_weight.shape
     block, head_rows = (a.scale_block[0], a.scale_block[1]), nope + v_dim
-    # One block of all rows or columns begins in no step.
+    # If one block has all rows or columns, all indices share a scale, and any step is allowed.
     of_rows = BLOCK_K if block[0] >= rows else scaled_step(block[0], head_rows)
     of_columns = BLOCK_K if block[1] >= rank else scaled_step(block[1])
     if of_rows is None or of_columns is None:
@@ -142,7 +147,7 @@ def _coded_weights(a: MlaDecodeArguments) -> tuple[HeadWeights, HeadWeights] | N
 def head_steps(
     x: torch.Tensor, weights: HeadWeights, target: Target
 ) -> Generator[Step, Any, torch.Tensor]:
-    """Computes x [T, H, K] @ weights[h] [K, W] for each head: [T, H, W]."""
+    """Multiplies x [T, H, K] by the weight [K, W] of each head. Returns [T, H, W]."""
     tokens, (heads, k, width) = x.shape[0], weights.data.shape
     out = yield Buffer((*x.shape[:2], width), x.dtype)
     coded = weights.scale is not None
@@ -181,9 +186,9 @@ def _scale_constants(weights: HeadWeights) -> dict[str, Constant]:
 
 
 def absorbed_call(a: MlaPrefillArguments) -> MlaDecodeArguments | None:
-    """Returns the call of `mla_decode` that is equivalent to a call of `mla_prefill`, but whose
-    queries are not rotated yet. Returns None if there is none, or if it would take longer. With
-    key_offsets, `with_lengths` sets the lengths later."""
+    """Returns the call of `mla_decode` that is equivalent to a call of `mla_prefill`, except that
+    its queries are not rotated yet. If the call has key_offsets, `with_lengths` adds the lengths of
+    the sequences later. Returns None if there is no equivalent call, or if it would take longer."""
     coded = a.quantize_latent or a.latent_scale is not None
     if coded or a.attention_dtype not in (None, a.q.dtype) or sequences(a) == 0:
         return None
@@ -237,7 +242,8 @@ def _is_faster(call: MlaDecodeArguments, num_keys: int) -> bool:
 def with_lengths(
     call: MlaDecodeArguments, a: MlaPrefillArguments
 ) -> Generator[Step, Any, MlaDecodeArguments]:
-    """Returns the call with the lengths of sequences, computed from a.key_offsets if given."""
+    """Returns `call` with the number of keys of each sequence, computed from a.key_offsets. If
+    a.key_offsets is None, returns `call` unchanged."""
     if a.key_offsets is None:
         return call
     lengths = yield Buffer((sequences(a),), torch.int32)

@@ -55,13 +55,15 @@ def validate(a: LatentStoreArguments) -> None:
     check_addressing(NAME, a, num_tokens, window, a.latent.device, others=True)
     if a.rope_by_position:
         if a.positions is None and a.slots != "ragged":
-            raise ArgumentError(NAME, "positions", "a tensor, since rope_by_position", None)
+            expected = "a tensor, since rope_by_position is set"
+            raise ArgumentError(NAME, "positions", expected, None)
         if a.positions is not None:
             check_shape(NAME, "positions", a.positions, "[T]", (num_tokens,))
             check_dtype(NAME, "positions", a.positions, INDEX_DTYPES)
             check_device(NAME, "positions", a.positions, a.latent.device)
     elif a.slots != "block_table":
-        check_absent(NAME, a, ["positions"], "neither slots nor the rope table depends on them")
+        since = "neither the slots nor the rows of cos depend on positions"
+        check_absent(NAME, a, ["positions"], since)
 
 
 def validate_values(a: LatentStoreArguments) -> None:
@@ -75,12 +77,13 @@ def validate_values(a: LatentStoreArguments) -> None:
 
 
 def reference(a: LatentStoreArguments) -> None:
-    """In fp32 (float64 for float64 latents), for token t; rounded once, when it is stored:
+    """Computes, in fp32 (float64 for float64 latents), for each token t:
 
         latent_cache[slot of t] = norm(latent[t])
         rope_cache[slot of t] = rope(k_rope[t])
 
-    with norm(z) = z / sqrt(mean(z²) + norm_eps) * norm_weight.
+    Here, norm(z) = z / sqrt(mean(z²) + norm_eps) * norm_weight. Each number is rounded once, when
+    it is stored.
     """
     positions = _positions(a) if a.rope_by_position else None
     write_latents(a, *finished_latents(a, positions))

@@ -38,8 +38,8 @@ from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import multiply, multiply_batch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
-# If a sequence has at least this many more keys than queries, keys past the last position are not
-# computed.
+# If a sequence has at least this many more keys than queries, the keys past the last position of
+# the queries are not computed.
 SPARE_KEYS = 256
 
 
@@ -48,8 +48,8 @@ class Keys:
     """The keys and values that attention reads: k [rows, H, N], v [rows, H, V] and the rope columns
     [rows, R].
 
-    joined: a tensor [rows, H, R + N + V], of which k and v are views. Attention writes its rope
-    columns.
+    joined: a tensor [rows, H, R + N + V], of which k and v are views, or None. The launch that
+    rotates the queries also writes the rope columns of this tensor.
     """
 
     k: torch.Tensor
@@ -61,7 +61,7 @@ class Keys:
 def latent_store_steps(a: LatentStoreArguments, target: Target) -> Steps:
     """Performs the steps of a call of `mla_latent_store`."""
     if a.latent.shape[0] == 0:
-        return Outcome(None, "nothing", "no tokens")
+        return Outcome(None, "nothing", "there are no tokens")
     yield latent_launch(latent_call(a, store=True), target)
     return Outcome(None, "store", "one kernel normalises, rotates and writes the named slots")
 
@@ -87,7 +87,7 @@ def latent_calls(
 
 
 def latent_launch(call: LatentCall, target: Target, config: LatentConfig | None = None) -> Launch:
-    """Returns the launch of a call. config: tiles to use instead of the tiles of the plan."""
+    """Returns the launch of a call. config: tile sizes to use instead of the plan's."""
     problem, tokens, rows = call.problem, call.values["num_tokens"], call.values["num_rows"]
     if config is None:
         config = latent_config(problem, next_power_of_2(tokens + rows))
@@ -119,8 +119,8 @@ def key_steps(
 def _up_project(
     a: MlaPrefillArguments, chunk: Chunk, buffers: Buffers, target: Target, *, joined: bool
 ) -> Generator[Step, Any, tuple[Keys, str]]:
-    """Computes keys and values from a chunk's latents. joined: whether to leave room for the rope
-    columns before them."""
+    """Computes keys and values from a chunk's latents. joined: whether to leave room for rope
+    columns before the keys of each head."""
     rows = chunk.rows
     limit = yield from _last_position(a, chunk)
     problem = up_problem(a, buffers, limited=limit is not None, joined=joined)
@@ -144,8 +144,8 @@ def _up_project(
 def _up_kernel(
     problem: UpProblem, num_rows: int, target: Target, config: UpConfig | None
 ) -> tuple[UpConfig, Statics]:
-    """Returns the tiles for up to `num_rows` rows (`config`, if it is given), and the constants of
-    the kernel."""
+    """Returns the tile sizes (`config`, if it is given) and the constants of the kernel, for up to
+    `num_rows` rows."""
     config = config or up_config(problem, num_rows, target)
     return config, kernels.up_statics(problem, config)
 
@@ -162,8 +162,8 @@ def up_launch(
     limit: torch.Tensor | None = None,
     config: UpConfig | None = None,
 ) -> tuple[Launch, UpConfig]:
-    """Returns the launch of the up-projection of `rows` latents to keys and values, and its tiles.
-    config: tiles to use instead of the tiles of the plan."""
+    """Returns the launch of the up-projection of `rows` latents to keys and values, and the tile
+    sizes of the kernel. config: tile sizes to use instead of the plan's."""
     k, v = keys
     config, statics = _up_kernel(problem, next_power_of_2(rows), target, config)
     coded = problem.scale_block is not None
@@ -207,13 +207,13 @@ def by_head(
 
 
 def joined_shape(a: MlaPrefillArguments, rows: int) -> tuple[tuple[int, int, int], torch.dtype]:
-    """Returns the shape [rows, H, R + N + V] and the dtype of keys and values, with the rope
-    columns before them."""
+    """Returns the shape [rows, H, R + N + V] and the dtype of the joined tensor, which has the rope
+    columns, the keys and the values."""
     return (rows, a.q.shape[1], sum(widths(a))), a.q.dtype
 
 
 def split_joined(a: MlaPrefillArguments, joined: torch.Tensor, buffers: Buffers) -> Keys:
-    """Returns keys and values as views of one tensor."""
+    """Returns keys and values as views of the tensor `joined`."""
     nope, rope_dim, v_dim = widths(a)
     _, k, v = joined.split((rope_dim, nope, v_dim), dim=-1)
     return Keys(k, v, buffers.k_rope, joined)
@@ -222,9 +222,9 @@ def split_joined(a: MlaPrefillArguments, joined: torch.Tensor, buffers: Buffers)
 def empty_keys(
     a: MlaPrefillArguments, rows: int
 ) -> Generator[Step, Any, tuple[torch.Tensor, torch.Tensor]]:
-    """Allocates k [rows, H, N] and v [rows, H, V] as views of one buffer. For the 8-bit attention
-    kernel, k is contiguous. In v, neighbouring keys are contiguous, and their number is padded to a
-    multiple of 16."""
+    """Allocates k [rows, H, N] and v [rows, H, V], in most cases as views of one buffer. For the
+    8-bit attention kernel, k and v have separate buffers. In this case, v has stride 1 from key to
+    key, and the number of keys is padded to a multiple of 16."""
     nope, _, v_dim = widths(a)
     heads = a.q.shape[1]
     if a.attention_dtype != FP8:

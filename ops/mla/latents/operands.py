@@ -124,8 +124,8 @@ def _with_new(
 
 @dataclass(frozen=True)
 class LatentCall:
-    """A launch of `mla_latents`: its problem, the rotation of new tokens, and its values, except
-    the values that depend on the tiles."""
+    """A launch of `mla_latents`: the problem, the rotation of new tokens, and the values, except
+    the values that depend on the tile sizes."""
 
     problem: LatentProblem
     rotation: Rotation
@@ -142,8 +142,9 @@ def latent_call(
 ) -> LatentCall:
     """Returns the call that writes the new tokens, or computes the keys of a chunk, or does both.
 
-    store: whether it writes the new tokens. gather: whether it reads the keys of `chunk` from the
-    cache. If not, it computes them from the new tokens. chunk: None if it computes no keys.
+    chunk: the keys that the call computes; None if it computes no keys. store: whether the call
+    writes the new tokens to the cache. gather: whether the call reads the keys of `chunk` from the
+    cache. If not, it computes them from the new tokens.
     """
     keep = chunk is not None and not gather
     tensors: dict[str, torch.Tensor | None] = dict.fromkeys(
@@ -196,7 +197,7 @@ def latent_call(
         "num_sequences": batch,
         "scale_stride": 16 if buffers is None else buffers.scale_strides[0],
     }
-    if store:  # keys and new tokens use one table
+    if store:  # keys and new tokens are addressed by the same lookup_table
         values |= address_values(a)
     problem = _latent_problem(a, tensors, rotation, batch, store=store, gather=gather)
     return LatentCall(problem, rotation, values)
@@ -249,7 +250,8 @@ def _unit(cache: torch.Tensor | None) -> int:
 def _one_source(
     tensors: dict[str, torch.Tensor | None], rotation: Rotation, neighbours: bool
 ) -> bool:
-    """Whether the same code can load rows of tokens and rows of the cache."""
+    """Whether the kernel can load the rows of new tokens and the rows of the cache with the same
+    code."""
     latent, k_rope = tensors["latent"], tensors["k_rope"]
     latents, ropes = tensors["latent_cache"], tensors["rope_cache"]
     if latent is None or k_rope is None or latents is None or ropes is None:
@@ -265,9 +267,9 @@ def _one_source(
 def up_problem(
     a: MlaPrefillArguments, buffers: Buffers, *, limited: bool = False, joined: bool = False
 ) -> UpProblem:
-    """Returns the up-projection of a chunk's keys. Weight and latents have q's dtype, unless both
-    are quantised. The fp8 attention kernel reads 8-bit keys and values, with transposed values.
-    joined: whether the row of a head includes the rope columns."""
+    """Returns the problem of the up-projection of a chunk's keys. Weight and latents have q's
+    dtype, unless both are quantised. For the fp8 attention kernel, keys and values are rounded to 8
+    bits, and values are transposed. joined: whether the row of a head includes rope columns."""
     nope, rope_dim, v_dim = widths(a)
     heads, weight, rank = a.q.shape[1], a.kv_b_weight, a.kv_b_weight.shape[1]
     coded, narrow = buffers.scale is not None, a.attention_dtype == FP8

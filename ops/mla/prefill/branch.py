@@ -1,12 +1,16 @@
 """`mla_prefill_branch_fp8`: Modular MAX's op of that name, idempotent, made of `mla_prefill`'s
 parts.
 
-It differs from MAX's op in these ways. The raw latents are an argument and q is not changed, so
-repeating a call has no further effect. Norm and RoPE are computed in fp32 and rounded once (MAX
-computes them in bf16, step by step). Codes saturate. Zero rows, and rows below fp32's normal
-numbers, give zero codes. If a query attends to no key, its result is zeros. Keys may come in
-several chunks, whose results are merged exactly. As in MAX, latents of keys are quantised with
-scale = min(amax, 1200) / 448.
+The op differs from MAX's op in these ways:
+
+- The raw latents are an argument and q is not changed, so repeating a call has no further effect.
+- Norm and RoPE are computed in fp32 and rounded once. MAX computes them in bf16, step by step.
+- Numbers beyond the range of the codes saturate. Rows that are zero, or smaller than the normal
+  numbers of fp32, get zero codes.
+- If a query attends to no key, its result is zeros.
+- Keys may come in several chunks, whose results are merged exactly.
+
+As in MAX, the latents of keys are quantised with scale = min(amax, 1200) / 448.
 """
 
 from __future__ import annotations
@@ -61,17 +65,18 @@ def fake(a: MlaBranchArguments) -> torch.Tensor:
 
 
 def reference(a: MlaBranchArguments) -> torch.Tensor:
-    """In fp32 (float64 for float64 q), for each head of each sequence, all its keys at once:
+    """Computes, in fp32 (float64 for float64 q), for each head of each sequence:
 
         latent, k_rope = norm(latents[:, :L]), rope(latents[:, L:])   rounded; stored in `blocks`
-        q = q_nope | rope(q_rope)                                     N and R columns of q
+        q = q_nope | rope(q_rope)                                     q's first N and last R columns
         k_nope | v = fp8(latents of all keys) @ kv_b_proj^T           rounded to q's dtype
         logits = scale * q @ (k_nope | k_rope)^T                      -inf where masked
         out = softmax(logits) @ v                                     rounded to q's dtype
 
     fp8(...) quantises each row in blocks of `granularity` columns and dequantises it again.
     kv_b_proj is dequantised by its scales. If no chunk has keys, nothing is written and the result
-    is zeros. Chunks change only the order of sums.
+    is zeros. The reference attends to all keys of a sequence at once. The division into chunks
+    changes only the order of sums.
     """
     if all(length <= 0 for length in a.buffer_length):
         return fake(a).zero_()

@@ -1,5 +1,5 @@
-"""Checks of the arguments of `mla_prefill_branch_fp8`, in the names of this op. Each check raises
-ArgumentError before anything is written."""
+"""Checks of the arguments of `mla_prefill_branch_fp8`. Each check raises ArgumentError, with the
+argument names of this op, before anything is written."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_branch(a: MlaBranchArguments, as_mla_prefill: Callable[[Any], Any]) ->
     check_choice(NAME, "rope_style", a.rope_style, ROPE_STYLES[1:])
     check_batch(NAME, a, a.q.device, ("buffer_row_offsets", "cache_offsets"))
     _check_chunks(a)
-    # A weight of unknown size cannot be split. In this case, the check runs at run time.
+    # If a size is a symbol, the weight cannot be split, so these checks run only at run time.
     sizes = (*a.kv_b_proj.shape, *a.blocks.shape, *a.q.shape[1:], a.v_dim)
     if all(isinstance(size, int) for size in sizes):
         with in_words_of(NAME, PREFILL_WORDS):
@@ -96,7 +96,7 @@ def _check_chunks(a: MlaBranchArguments) -> None:
     if rows.dim() == 1:
         check_shape(NAME, "buffer_row_offsets", rows, "[B + 1]", (batch + 1,))
         if chunks != 1:
-            expected = "one length, since buffer_row_offsets is of one chunk"
+            expected = "one length, since buffer_row_offsets describes one chunk"
             raise ArgumentError(NAME, "buffer_length", expected, list(a.buffer_length))
     else:
         check_shape(NAME, "buffer_row_offsets", rows, "[C, B + 1]", (chunks, batch + 1))
@@ -134,8 +134,8 @@ def check_branch_values(a: MlaBranchArguments) -> bool:
         wrong = ((start != covered) & (sizes > 0)).nonzero().flatten()
         if wrong.numel():
             b = int(wrong[0])
-            where = "where its keys so far end" if chunk else "its first key"
-            expected = f"{int(covered[b])} for sequence {b} in chunk {chunk}, {where}"
+            where = "the end of its keys in earlier chunks" if chunk else "its first key"
+            expected = f"{int(covered[b])} for sequence {b} in chunk {chunk} ({where})"
             raise ArgumentError(NAME, "cache_offsets", expected, int(start[b]))
         covered = covered + sizes
     short = (covered < totals).nonzero().flatten()

@@ -50,7 +50,7 @@ def check_prefill(op: str, a: MlaPrefillArguments) -> None:
     _check_uncoded(op, a)
     batch = check_runs(op, a, each=a.slots == "block_table")
     if not (holds(a.num_sequences == 1) or holds(a.num_sequences == batch)):
-        expected = f"1 or B = {batch}, since row_offsets says how many"
+        expected = f"1 or B = {batch}, since row_offsets is given"
         raise ArgumentError(op, "num_sequences", expected, a.num_sequences)
     check_choice(op, "rope_on", a.rope_on, ROPE_ON)
     rank, num_tokens = a.kv_b_weight.shape[1], a.q.shape[0]
@@ -102,7 +102,8 @@ def _check_new(op: str, a: MlaPrefillArguments, rows: Any) -> None:
     if rotated or a.slots != "none" or a.keys != "given":
         num_tokens = a.q.shape[0]
         if not holds(rows == num_tokens):
-            raise ArgumentError(op, "latent", f"a row for each of T = {num_tokens}", f"{rows} rows")
+            expected = f"a row for each of T = {num_tokens} tokens"
+            raise ArgumentError(op, "latent", expected, f"{rows} rows")
 
 
 def _check_cache(
@@ -127,7 +128,8 @@ def _check_cache(
 
 
 def check_prefill_values(op: str, a: MlaPrefillArguments) -> None:
-    """Checks aliases, offsets, places, pages and positions. This needs real memory."""
+    """Checks aliases, and the values of offsets, places, pages and positions. This needs real
+    tensors, not fake ones."""
     if a.latent_cache is not None and a.slots != "none":
         check_aliases(op, a, written_windows(a))
     if not readable((*address_tensors(a), a.key_offsets, a.key_slots, a.key_lengths)):

@@ -1,8 +1,8 @@
 """`mla_prefill_plan`: divides the keys of a ragged batch into chunks that fit a buffer of latents.
 
-The keys of all sequences are placed one after another. Chunk c has the rows from c * buffer_size up
-to (c + 1) * buffer_size. If page_size is given, each sequence takes whole pages, including the
-unused end of its last page.
+The keys of all sequences are numbered as rows, one sequence after another. Chunk c has the rows
+from c * buffer_size up to (c + 1) * buffer_size. If page_size is given, each sequence takes whole
+pages of rows, including the unused end of its last page.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ class PlanArguments:
 
     The results are int32:
 
-    - `buffer_row_offsets` [C, B + 1]: the rows that the keys of each sequence take.
-    - `cache_offsets` [C, B + 1]: the position of the first key of each sequence in the chunk. The
-      last column is 0.
-    - `buffer_lengths` [C]: the number of rows that are used; -1 for chunks that are not needed. For
-      a batch without keys, it is 0 for the first chunk.
+    - `buffer_row_offsets` [C, B + 1]: in chunk c, the keys of sequence b take the rows from
+      buffer_row_offsets[c, b] to buffer_row_offsets[c, b + 1] of the buffer.
+    - `cache_offsets` [C, B + 1]: the position, in its sequence, of the first key that sequence b
+      has in chunk c. The last column is 0.
+    - `buffer_lengths` [C]: the number of rows that each chunk uses; -1 for chunks that are not
+      needed. For a batch without keys, the length of the first chunk is 0.
 
-    If the keys do not fit into max_chunks chunks, this raises ArgumentError if the lengths are on
-    the CPU, and if they are on a GPU with TILEWRIGHT_DEBUG=1. Otherwise, the last keys are in no
-    chunk.
+    If the keys do not fit into max_chunks chunks, the op raises ArgumentError if the lengths are on
+    the CPU, or if they are on a GPU and TILEWRIGHT_DEBUG=1 is set. Otherwise, the last keys are in
+    no chunk.
     """
 
     input_row_offsets: torch.Tensor
@@ -65,7 +66,7 @@ def validate(a: PlanArguments) -> None:
         if not 1 <= number <= most:
             raise ArgumentError(NAME, name, f"at least 1, at most {most}", number)
     if not 1 <= a.buffer_size <= INT32_MAX or a.buffer_size % a.page_size:
-        expected = f"a multiple of page_size = {a.page_size}, at least that, at most {INT32_MAX}"
+        expected = f"a positive multiple of page_size = {a.page_size} up to {INT32_MAX}"
         raise ArgumentError(NAME, "buffer_size", expected, a.buffer_size)
 
 
@@ -86,7 +87,7 @@ def _check_lengths(a: PlanArguments) -> None:
     check_row_offsets(NAME, "input_row_offsets", offsets, int(offsets[-1]), "the number of tokens")
     wrong = first((cached < 0) | (cached > INT32_MAX - offsets.diff()))
     if wrong is not None:
-        expected = f"numbers of tokens from 0, with the new ones at most {INT32_MAX}"
+        expected = f"at least 0 tokens, and at most {INT32_MAX} together with the new tokens"
         raise ArgumentError(NAME, "cache_lengths", expected, f"{int(cached[wrong])} at {wrong}")
 
 
@@ -97,15 +98,16 @@ def fake(a: PlanArguments) -> Plan:
 
 
 def reference(a: PlanArguments) -> Plan:
-    """Exact integers, for chunk c and sequence b:
+    """Computes exact integers, for each chunk c and sequence b:
 
-        length[b] = cache_lengths[b] + its new tokens, rounded up to whole pages
+        length[b] = cache_lengths[b] + new tokens of b, rounded up to whole pages
         start[b] = sum of length[:b]
         buffer_row_offsets[c, b] = clamp(start[b] - c * buffer_size, 0, buffer_size)
         cache_offsets[c, b] = clamp(c * buffer_size - start[b], 0, length[b])
         buffer_lengths[c] = buffer_row_offsets[c, B]      -1 where that is 0 and c > 0
 
-    This is also the only lowering. It runs a few small PyTorch kernels, once in each step.
+    The op has no other lowering. A call runs a few small PyTorch kernels, and one call for each
+    forward pass of the model suffices.
     """
     given = (a.input_row_offsets, a.cache_lengths)
     return cut(*given, a.buffer_size, a.max_chunks, a.page_size)
@@ -114,8 +116,8 @@ def reference(a: PlanArguments) -> Plan:
 def row_ends(
     row_offsets: torch.Tensor, cache_lengths: torch.Tensor, page_size: int = 1
 ) -> torch.Tensor:
-    """Returns the offsets of the sequences' rows, in whole pages: a 0, then the end of each
-    sequence, int64 [B + 1]."""
+    """Returns the offsets of the sequences' rows, int64 [B + 1]: a 0, followed by the end of each
+    sequence. Each sequence takes whole pages of rows."""
     lengths = cache_lengths.to(torch.int64) + row_offsets.to(torch.int64).diff()
     rows = -(-lengths // page_size) * page_size
     return torch.nn.functional.pad(rows.cumsum(0), (1, 0))

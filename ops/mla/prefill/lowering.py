@@ -1,4 +1,5 @@
-"""The steps of the MLA prefill ops: latents in one launch, up-projection, attention."""
+"""The steps of the MLA prefill ops: one launch that computes latents, then the up-projection, then
+attention."""
 
 from __future__ import annotations
 
@@ -81,10 +82,10 @@ def plan_branch(a: MlaBranchArguments, target: str) -> LoweringReport:
 
 
 def work(a: MlaPrefillArguments) -> Work:
-    """Returns the reads and products of a call of `mla_prefill`.
+    """Returns the Work of a call of `mla_prefill`.
 
-    If the call is computed as `mla_decode`, these are the reads and products of `mla_decode`. If
-    not, the keys of all heads are computed from every latent, written, and read again.
+    If the call is computed like a call of `mla_decode`, returns the Work of that call. Otherwise,
+    the keys of all heads are computed from every latent, written, and read again.
     """
     batch, rows = max(sequences(a), 1), buffer_rows(a)
     given_keys = a.keys == "given"
@@ -127,7 +128,7 @@ def _no_keys(a: MlaPrefillArguments) -> Steps:
     out = yield Buffer((a.q.shape[0], a.q.shape[1], a.v_dim), a.q.dtype)
     if out.numel():
         yield Library(torch.Tensor.zero_, (out,))
-    return Outcome(out, "nothing", "no keys, zeros")
+    return Outcome(out, "nothing", "there are no keys, so the result is zeros")
 
 
 def _one_chunk(a: MlaPrefillArguments, chunk: Chunk, target: Target) -> Steps:
@@ -149,7 +150,8 @@ def _one_chunk(a: MlaPrefillArguments, chunk: Chunk, target: Target) -> Steps:
 def _several_chunks(a: MlaPrefillArguments, chunks: Sequence[Chunk], target: Target) -> Steps:
     """Performs attention to one chunk after another. Each chunk gives a partial result in fp32 with
     its log-sum-exp, and the partial results are merged exactly."""
-    yield NotRepeatable("several chunks")  # so each chunk frees its memory
+    # A recorded program would keep the buffers of all chunks allocated.
+    yield NotRepeatable("there are several chunks")
     if a.q.numel() == 0:
         return (yield from _no_keys(a))
     a, parts = _aligned(a), []
@@ -166,8 +168,8 @@ def _tensors(done: Outcome) -> tuple[torch.Tensor, ...]:
 
 
 def _attended(a: MlaPrefillArguments, chunk: Chunk, target: Target, *, part: bool = False) -> Steps:
-    """Performs attention to the keys of a chunk. part: whether there are several chunks. If so, the
-    result is in fp32 and includes its log-sum-exp."""
+    """Performs attention to the keys of a chunk. part: whether there are several chunks. If there
+    are, the result is in fp32, and the log-sum-exp is returned too."""
     joins = None if part else partial(_joins_keys, a, chunk, target)
     keys, how = yield from key_steps(a, chunk, target, joins)
     call = yield from _core_call(a, chunk, keys)
@@ -190,7 +192,7 @@ def _absorbed(
     (tokens, heads, _), (nope, rope, v_dim) = a.q.shape, widths(a)
     q_nope, q_rope = a.q[..., :nope], a.q[..., nope:]
     if rotates_queries(a):
-        # Only the width of the keys is used here; it is needed to rotate the queries.
+        # The rotation of the queries needs only the widths of the keys, so meta tensors suffice.
         sizes = ((chunk.rows, heads, nope), (chunk.rows, heads, v_dim), (chunk.rows, rope))
         keys = Keys(*(torch.empty(size, dtype=a.q.dtype, device="meta") for size in sizes))
         _, turned = yield from query_steps((yield from _core_call(a, chunk, keys)), target)
@@ -201,8 +203,8 @@ def _absorbed(
 
 
 def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
-    """Returns the call with copies of tensors that TMA cannot read from their addresses. These may
-    be the weight, and latents that are codes."""
+    """Returns the call with copies of the weight, and of latents that are codes, if TMA cannot read
+    them from their addresses."""
     if not is_aligned(a.kv_b_weight):
         a = replace(a, kv_b_weight=a.kv_b_weight.clone())
     if a.latent_scale is not None and not is_aligned(given(a.latent)):
@@ -211,8 +213,9 @@ def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
 
 
 def _joins_keys(a: MlaPrefillArguments, chunk: Chunk, target: Target, buffers: Buffers) -> bool:
-    """Whether a call computes its keys joined. This is so if the library's attention attends to all
-    keys at once, there are as many queries as keys, and the queries have to be rotated first."""
+    """Whether a call computes keys and values as one joined tensor. This is so if cuDNN computes
+    the attention to all keys at once, there are as many queries as keys, and the queries have to be
+    rotated first."""
     if chunk.rows != a.q.shape[0] or a.attention_dtype == FP8 or a.positions is not None:
         return False
     if _dense_batch(a, chunk) is None or not rotates_queries(a):

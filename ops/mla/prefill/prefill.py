@@ -41,9 +41,9 @@ def fake(a: MlaPrefillArguments) -> torch.Tensor:
 
 
 def reference(a: MlaPrefillArguments) -> torch.Tensor:
-    """In fp32 (float64 for float64 q), for each head of each sequence:
+    """Computes, in fp32 (float64 for float64 q), for each head of each sequence:
 
-        latent, k_rope = norm(latent), rope(k_rope)            of new tokens, rounded; to the cache
+        latent, k_rope = norm(latent), rope(k_rope)            of new tokens; rounded and stored
         q = q_nope | rope(q_rope)                              q's first N and last R columns
         k_nope | v = latents of all keys @ kv_b_weight^T       rounded to q's dtype
         logits = scale * q @ (k_nope | k_rope)^T + attn_mask   -inf where the mask hides

@@ -108,9 +108,7 @@ def test_dot_products_read_words_that_lie_apart():
     spread[:, ::2] = a.weight
     a = replace(a, weight=spread[:, ::2])
     _, steps, problem_of, _ = OPS["residual"]
-    assert (
-        dot_obstacle(problem_of(a), 1) == "the rows of the weight are contiguous, not its columns"
-    )
+    assert dot_obstacle(problem_of(a), 1) == "the weight is contiguous along N, not along K"
     q = problem_of(a).quantization
     config = DotConfig(16, 4 * q.dot_run * q.per_int32, num_warps=4)
     machine = Interpreter()

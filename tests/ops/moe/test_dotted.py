@@ -215,7 +215,7 @@ def test_experts_that_several_tokens_choose_are_read_once(name):
 
 
 NOT_TAKEN = {
-    "the rows of the weight are contiguous, not its columns": replace(BASE, layout="transposed"),
+    "the weight is contiguous along N, not along K": replace(BASE, layout="transposed"),
     "runs of 3 words": replace(BASE, weight_format="int4", hidden=96, inner=96),
 }
 

@@ -573,7 +573,7 @@ def scaled_behind(m, x, weight):
 #: Maps a form in which a half multiplies to words of the miss.
 FORMS = {
     computed: ("computed in every call, by aten.mul", "when the model is loaded"),
-    scaled_behind: ("scales its result", "multiply the weight by it once"),
+    scaled_behind: ("scales its result", "multiply the weight by this factor once"),
 }
 
 

@@ -83,8 +83,8 @@ def test_on_other_chips_nothing_changes(target, tokens_of):
     ("form", "why"),
     [
         (quantized.nf4, "the codes stand for numbers of the table nf4"),
-        (quantized.awq, "the rows of the weight are contiguous, not its columns"),
-        (quantized.gptq, "the rows of the weight are contiguous, not its columns"),
+        (quantized.awq, "the weight is contiguous along N, not along K"),
+        (quantized.gptq, "the weight is contiguous along N, not along K"),
         (quantized.int8_with_zeros, "the zeros are not integers of four bits"),
         (quantized.nibbles_scaled_by_column, "the number of columns that share a scale is 1"),
     ],
