@@ -14,10 +14,11 @@ compile, or whose result differs from the plan's by more than rounding, are left
 
 Times are microseconds of CUDA graphs with a cold L2 cache: all tiles in three rounds, then the plan
 and the fastest five in fifteen. ratio: the time of the plan over that of the fastest. us: the time
-of each. fitted: whether a rule of the planner was fitted to a measurement of this call; the other
-rows test the rules. Results go to results/plans.json. --cases selects the rows whose name contains
-one of the texts, and --unfitted those that no rule was fitted to. After --seconds no further row is
-measured. --list prints the rows and the number of their tiles, and needs no GPU.
+of each; the kept files have the eight fastest. fitted: whether a rule of the planner was fitted to
+a measurement of this call; the other rows test the rules. Results go to results/plans.json. --cases
+selects the rows whose name contains one of the texts, and --unfitted those that no rule was fitted
+to. After --seconds no further row is measured. --list prints the rows and the number of their
+tiles, and needs no GPU.
 """
 
 from __future__ import annotations

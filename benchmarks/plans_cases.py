@@ -1,7 +1,8 @@
 """The calls of ops that `plans.py` measures, each with the tiles to try.
 
 Each op has a function that yields its cases. FITTED_* lists the calls to which a rule of the
-planner was fitted, and OTHER_* lists the calls that test the rules.
+planner was fitted, and OTHER_* lists the calls that test the rules. SEEN has the calls of OTHER_*
+that were slow when they first tested the rules, so that a rule was changed for them.
 """
 
 from __future__ import annotations
@@ -52,6 +53,12 @@ MOST_SETS = 60
 #: Numbers of tiles that are halved or doubled, and those that are counted.
 DOUBLED = ("block_n", "block_k", "block_m", "columns", "split_k", "splits", "num_warps", "prefetch")
 COUNTED = ("num_stages", "programs_per_sm")
+
+SEEN = frozenset({
+    "qwen3-14b gate and up, 1", "qwen3-14b gate and up, 8", "qwen3-14b down, 64",
+    "qwen3-32b down, 64", "gemma2-9b down, 32", "8 adapters of rank 8, 128",
+    "8 adapters of rank 16, 128", "8 adapters of rank 32, 64",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -175,17 +182,16 @@ def _linear(tokens: int, rows: int, columns: int, gated: bool, case: str, most: 
 FITTED_SEQUENCES = (
     *((1, 2048), (1, 16384), (16, 2048), (64, 1024), (1, 4096), (4, 2048)),
     *((8, 2048), (8, 8192), (32, 1024), (32, 4096)),
+    *((1, 8192), (2, 2048), (2, 8192), (4, 16384), (24, 1024), (48, 2048)),
 )
-OTHER_SEQUENCES = ((1, 8192), (2, 2048), (2, 8192), (4, 16384), (24, 1024), (48, 2048))
 
 
 def attention_cases() -> Iterator[Case]:
-    for batch, keys in FITTED_SEQUENCES + OTHER_SEQUENCES:
+    for batch, keys in FITTED_SEQUENCES:
         for heads, kv_heads, width in ((32, 8, 128), (32, 4, 128), (32, 8, 64)):
-            fitted = (batch, keys) in FITTED_SEQUENCES
             wide = "" if width == 128 else f" of {width} columns"
             case = f"{batch} x {keys} keys, {heads} heads of {kv_heads}{wide}"
-            yield Case(case, partial(_attention_row, batch, keys, heads, kv_heads, width), fitted)
+            yield Case(case, partial(_attention_row, batch, keys, heads, kv_heads, width), True)
 
 
 def _attention_row(
@@ -240,8 +246,6 @@ FITTED_LATENTS = (
     *(LatentCall(*size, 16) for size in ((4, 4096), (16, 1024), (32, 2048))),
     *(LatentCall(batch, keys, 16, True) for batch in (1, 8, 16, 64) for keys in (1024, 2048)),
     *(LatentCall(batch, 2048, 16, True, seen=1000) for batch in (1, 16, 64)),
-)
-OTHER_LATENTS = (
     *(LatentCall(*size, 16) for size in ((2, 2048), (48, 1024), (128, 1024))),
     *(LatentCall(*size, 16, True) for size in ((2, 2048), (4, 1024), (32, 1024), (128, 1024))),
     *(LatentCall(*size, 128) for size in ((4, 2048), (32, 1024))),
@@ -249,8 +253,8 @@ OTHER_LATENTS = (
 
 
 def latent_cases() -> Iterator[Case]:
-    for call in FITTED_LATENTS + OTHER_LATENTS:
-        yield Case(str(call), partial(_latent_row, call), call in FITTED_LATENTS)
+    for call in FITTED_LATENTS:
+        yield Case(str(call), partial(_latent_row, call), True)
 
 
 def _latent_row(call: LatentCall, case: str, most: int) -> Row:
@@ -485,5 +489,6 @@ def chosen_cases(ops: Sequence[str], texts: Sequence[str], unfitted: bool) -> li
     """Returns the cases of these ops whose name contains one of the texts. Without texts, it
     returns all. unfitted: whether to leave out the cases that a rule was fitted to."""
     cases = [case for op in ops for case in CASES[op]()]
+    cases = [replace(case, fitted=case.fitted or case.name in SEEN) for case in cases]
     named = [case for case in cases if not texts or any(text in case.name for text in texts)]
     return [case for case in named if not (unfitted and case.fitted)]

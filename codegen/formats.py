@@ -6,6 +6,7 @@ Every layer of the package uses the table WEIGHT_FORMATS. This module does not n
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,10 +69,10 @@ class WeightFormat:
         linears: Whether linears of dense layers may have this format.
         zeros: Whether linears may have zero points.
         added_zeros: Whether zeros are added after scaling.
-        scales: The possible dtypes of the scales of linears. If it is empty, these scales may have
-            any float dtype.
-        expert_scales: The possible dtypes of the scales of experts ("u8" means e8m0). If this is
-            empty, experts cannot have this format.
+        scales: The possible dtypes of the scales of linears ("u8" means e8m0). If it is empty, the
+            scales may have any float dtype.
+        expert_scales: The possible dtypes of the scales of experts. If this is empty, experts
+            cannot have this format.
         expert_zero: The zero that all codes of experts have.
         expert_block: How many rows and columns of an expert's weight share a scale; None if the
             format does not fix this.
@@ -109,7 +110,11 @@ _TABLE: dict[str, Any] = {"order": (1, 0), "linears": True, **_NIBBLES_OF_ROWS}
 WEIGHT_FORMATS = {
     "int8": WeightFormat(("i8", "u8"), linears=True, zeros=True),
     "fp8": WeightFormat(
-        ("fp8e4nv",), linears=True, expert_scales=("fp32", "bf16"), expert_kernel=True
+        ("fp8e4nv",),
+        linears=True,
+        scales=("fp32", "bf16", "fp16", "fp64", "u8"),
+        expert_scales=("fp32", "bf16", "u8"),
+        expert_kernel=True,
     ),
     "int4_k": WeightFormat(("u8", "i32"), **_NIBBLES_OF_ROWS, linears=True, zeros=True),
     "int4_k_offset": WeightFormat(
@@ -143,17 +148,35 @@ E2M1_BYTES = struct.unpack(
 def table_words(name: str) -> tuple[int | float, ...]:
     """Returns the table of a format in the form in which kernels read it.
 
-    The result begins with words, each of which holds four bytes and is signed. They have, in this
-    order, the low bytes of the 16 numbers in bfloat16, the high bytes of these numbers, and the low
-    and the high bytes of the numbers in float16. After the words come two factors, which restore
-    the original numbers from bfloat16 and from float16.
+    The result begins with words, each of which holds four bytes and is signed. These words have, in
+    this order, the low bytes of the 16 numbers in bfloat16, the high bytes of these numbers, and
+    the low and the high bytes of the numbers in float16. After the words come two factors, which
+    restore the original numbers from bfloat16 and from float16.
     """
     made: list[int | float] = []
     for bits, factor in zip((_bfloat16_bits, _float16_bits), _FACTORS[name], strict=True):
-        codes = [bits(factor * number) for number in TABLES[name]]
-        for shift in (0, 8):
-            made += struct.unpack("<4i", bytes((code >> shift) & 0xFF for code in codes))
+        made += _words([bits(factor * number) for number in TABLES[name]])
     return (*made, *(1 / factor for factor in _FACTORS[name]))
+
+
+def bfloat16_table(name: str) -> tuple[tuple[int, ...], tuple[int, ...], float]:
+    """Returns the numbers of a table as pairs of bfloat16 numbers, whose sums have about 16
+    significant bits: eight words with the rounded numbers, eight words with the rounding errors,
+    and the factor that restores the original numbers. The words are those of `table_words`."""
+    factor = _FACTORS[name][0]
+    codes = [_bfloat16_bits(factor * number) for number in TABLES[name]]
+    rounded = [struct.unpack("<f", struct.pack("<I", code << 16))[0] for code in codes]
+    rests = [factor * number - one for number, one in zip(TABLES[name], rounded, strict=True)]
+    return _words(codes), _words([_bfloat16_bits(one) for one in rests]), 1 / factor
+
+
+def _words(codes: Sequence[int]) -> tuple[int, ...]:
+    """Returns the low bytes and then the high bytes of 16-bit codes, in signed words of four."""
+    return tuple(
+        word
+        for shift in (0, 8)
+        for word in struct.unpack("<4i", bytes((code >> shift) & 0xFF for code in codes))
+    )
 
 
 def _bfloat16_bits(number: float) -> int:
@@ -184,8 +207,8 @@ def expert_formats() -> tuple[str, ...]:
 
 def scales_are_exact(form: WeightFormat, scale: str, columns: int) -> bool:
     """Whether 16 bits represent each number times its scale exactly, and the eight codes of a word
-    share one scale. Products of E2M1 numbers and e4m3 scales are exact, because they have at most 2
-    + 4 significant bits. columns: the number of columns that share a scale."""
+    share one scale. Products of E2M1 numbers and e4m3 scales are exact, because they have at most
+    six significant bits. columns: the number of columns that share a scale."""
     exact = form.number == "e2m1" and scale == "fp8e4nv"
     return exact and columns % 16 == 0 and 128 % columns == 0
 

@@ -32,14 +32,15 @@ class RowNorm:
 
     @property
     def follows(self) -> bool:
-        """Whether the kernel may multiply a row by the norm's factor after the product. The kernel
-        then computes the factor in the same loop as the product."""
+        """Whether the kernel may multiply by the norm's factor, 1 / sqrt(mean(x²) + eps), after the
+        product instead of before it. The kernel then computes the factor in the same loop as the
+        product."""
         return self.kind == "rms"
 
     @property
     def tiles(self) -> int:
-        """The number of tiles in shared memory that the norm's vectors take. Each has the size of a
-        tile of x."""
+        """The number of tiles in shared memory that the norm's vectors take. Each of these tiles
+        has the size of a tile of x."""
         return 1 + (self.bias is not None)
 
     def constants(self, columns: int) -> dict[str, Constant]:

@@ -117,7 +117,7 @@ class Target:
 
     @property
     def arch(self) -> int:
-        """The capability as a number, as Triton's GPUTarget has it: 90, 100."""
+        """The capability as a number, as in Triton's GPUTarget, such as 90 or 100."""
         return 10 * self.capability[0] + self.capability[1]
 
     @property
@@ -342,7 +342,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 
 def sm_rate(target: Target) -> float:
     """Returns the share of the memory rate that one multiprocessor has, in bytes/s. The interpreter
-    has the share of an H200, so that its plans are those of a chip."""
+    has the share of an H200, so that plans for the interpreter are plans for a chip."""
     chip = target if target.hbm_bytes_per_s else SM90
     return chip.hbm_bytes_per_s / chip.num_sms
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 # A module, and torch with it, is imported when one of its names is first used. Code that only reads
@@ -36,7 +35,9 @@ else:
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        from tilewright.codegen.libraries import imported
+
+        return getattr(imported(f"{__name__}.{_MODULES[name]}", f"tilewright.{name}"), name)
 
 
 __all__ = [

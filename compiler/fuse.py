@@ -29,6 +29,7 @@ from tilewright.compiler.report.census import Point, Round, census_of, unrecogni
 from tilewright.compiler.report.failures import Failures, raise_strictly
 from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
 from tilewright.compiler.rewrite.bodies import unseen_in_bodies
+from tilewright.compiler.rewrite.declared import NOTE, notes_of_unregistered
 from tilewright.compiler.rewrite.dropouts import count_dropouts
 from tilewright.compiler.rewrite.lengths import advance_lengths_last
 from tilewright.compiler.rewrite.normal import normalise
@@ -66,7 +67,7 @@ from tilewright.patterns.language import (
 
 DEFAULT_TARGET = "sm100"
 #: The beginnings of the notes that the backend also issues as warnings.
-TOLD = ("options['only']", "dropout is on")
+TOLD = ("options['only']", "dropout is on", NOTE)
 
 
 @dataclass
@@ -268,7 +269,7 @@ def _attempt(
         failures.refuse(error.match, "to rewrite", cause if isinstance(cause, Exception) else error)
         return None
     notes = _ask_for_tuning(rewritten, options) if options.tune else ()
-    notes = (*notes, *told_of, *_only_note(options.only, scopes))
+    notes = (*notes, *told_of, *_only_note(options.only, scopes), *notes_of_unregistered())
     if rewritten:
         with clock.phase("lint"):
             check_graph(after.graph)

@@ -440,12 +440,34 @@ out because Dynamo ran them uncompiled; the benchmark is fixed, but was not run 
 
 def plans(data: dict[str, Any]) -> str:
     """Returns the tables of the planner's tiles beside the best ones of a sweep."""
-    compared = [row for row in data["rows"] if row["tried"] > 1]
+    most = max(row["tried"] for row in data["rows"]) - 1
+    head = f"""## Plans beside the best of a sweep
+
+Each row of `plans.json` is one call of an op at the sizes of a published model. The call is timed
+with the tiles that the planner chooses and with up to {most} others: for `qkv` the candidates of
+`tune`, for the other ops the same tiles with one or two numbers changed. The ratio is the plan's
+time divided by the time of the fastest tiles. The rules of the planner were fitted to earlier
+sweeps of most of these calls, on an H100 and an H200. The last column counts the other calls, to
+which no rule was fitted:"""
+    return "\n\n".join((head, *_plan_tables(data["rows"])))
+
+
+def plans_h200(data: dict[str, Any]) -> str:
+    """Returns the same tables for a chip with faster memory."""
+    head = """## Plans on an H200
+
+This is the same comparison on an H200. It reads memory 1.4 times as fast as an H100, and the
+planner splits keys into more parts there:"""
+    return "\n\n".join((head, *_plan_tables(data["rows"])))
+
+
+def _plan_tables(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Returns the summary by op, and the table of the plans that are slower than the best."""
     by_op: dict[str, list[dict[str, Any]]] = {}
-    for row in compared:
+    for row in rows:
         by_op.setdefault(row["op"], []).append(row)
-    summed = [(f"`{op}`", *_plan_cells(rows)) for op, rows in by_op.items()]
-    summed.append(("all", *_plan_cells(compared)))
+    summed = [(f"`{op}`", *_plan_cells(of_op)) for op, of_op in by_op.items()]
+    summed.append(("all", *_plan_cells(rows)))
     slower = [
         (
             f"`{row['op']}`: {row['case']}",
@@ -455,48 +477,23 @@ def plans(data: dict[str, Any]) -> str:
             row["plan_tiles"].partition(": ")[0],
             row["best_tiles"],
         )
-        for row in sorted(compared, key=lambda row: -row["ratio"])
+        for row in sorted(rows, key=lambda row: -row["ratio"])
         if row["ratio"] > NEAR_BEST
     ]
-    most = max(row["tried"] for row in compared) - 1
-    head = f"""## Plans beside the best of a sweep
-
-Each row of `plans.json` is one call of an op at the sizes of a published model. The call is timed
-with the tiles that the planner chooses and with up to {most} others: for `qkv` the candidates of
-`tune`, for the other ops the same tiles with one or two numbers changed. The ratio is the plan's
-time divided by that of the fastest:"""
-    header = ("op", "calls", "median ratio", "worst ratio", "within 5 %")
+    header = ("op", "calls", "median ratio", "worst ratio", "within 5 %", "of calls not fitted")
     tiles = ("op and call", "plan µs", "best µs", "ratio", "plan's tiles", "best tiles")
     between = "These plans are more than 5 % slower than the best:"
-    after = """
-After this run, the planner was changed for the calls of this table, except for the last one. The
-rules of the planner were also fitted to most of these calls, in an earlier run of the same rows."""
-    return "\n\n".join((head, table(header, summed), between, table(tiles, slower), after.strip()))
-
-
-def plans_h200(data: dict[str, Any]) -> str:
-    """Returns the table of the planner's tiles on another chip than the one that the planner's
-    rules were fitted on."""
-    by_op: dict[str, list[dict[str, Any]]] = {}
-    for row in data["rows"]:
-        by_op.setdefault(row["op"], []).append(row)
-    summed = [(f"`{op}`", *_plan_cells(rows)) for op, rows in by_op.items()]
-    summed.append(("all", *_plan_cells(data["rows"])))
-    head = """## Plans on an H200
-
-This is the same comparison on an H200, for calls that no rule of the planner was fitted to. The
-planner has the same rules for both chips, although an H200 reads memory 1.4 times as fast as an
-H100. For latents, an H200 is faster if the keys are split into more parts than in the plan:"""
-    header = ("op", "calls", "median ratio", "worst ratio", "within 5 %")
-    return "\n\n".join((head, table(header, summed)))
+    return table(header, summed), between, table(tiles, slower)
 
 
 def _plan_cells(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     """Returns the cells that sum up the calls of an op."""
     ratios = [row["ratio"] for row in rows]
-    near = sum(ratio <= NEAR_BEST for ratio in ratios)
+    others = [row["ratio"] for row in rows if not row["fitted"]]
+    near, others_near = (sum(one <= NEAR_BEST for one in found) for found in (ratios, others))
     median, worst = statistics.median(ratios), max(ratios)
-    return str(len(rows)), f"{median:.3f}", f"{worst:.3f}", str(near)
+    apart = f"{others_near} of {len(others)}" if others else ""
+    return str(len(rows)), f"{median:.3f}", f"{worst:.3f}", str(near), apart
 
 
 END_TO_END = (

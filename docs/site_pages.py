@@ -118,4 +118,5 @@ def _source_page(path: str) -> str:
     the text cannot end the block."""
     text = (ROOT / path).read_text("utf-8")
     kind = Path(path).suffix.removeprefix(".") or "text"
-    return f"# {path}\n\n~~~~~~~~{kind}\n{text.rstrip()}\n~~~~~~~~\n"
+    head = "---\nsearch: {boost: 0.1}\n---\n\n"  # the search lists documents before files
+    return f"{head}# {path}\n\n~~~~~~~~{kind}\n{text.rstrip()}\n~~~~~~~~\n"

@@ -231,7 +231,7 @@ def main() -> None:
         fused, eager = compiled(x), model(x)
         exact = model.double()(x.double())
     print(f"run with {len(reports()[-1].matches)} fused sites; relative error against float64:")
-    print(f"eager {error_against(exact, eager):.2e}, fused {error_against(exact, fused):.2e}")
+    print(f"eager {error_against(exact, eager):.1e}, fused {error_against(exact, fused):.1e}")
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ class _Kind:
     """A record of the calls that have the same metadata.
 
     Attributes:
-        devices: The devices of their tensors.
-        lowering: How they are computed.
+        devices: The devices of the tensors of such a call.
+        lowering: The lowering that computes such calls.
         repeats: Maps the key of the addresses of a call to a function that repeats the call. The
             value is None if there has been only one call at these addresses.
     """
@@ -165,8 +165,8 @@ def _with_lists(names: tuple[str, ...], arguments: Any) -> Any:
 
 
 def _check_tensors_given(op: FusedOp, arguments: Any) -> None:
-    """Checks that no required tensor is None. torch accepts None for a Tensor, as an undefined
-    tensor."""
+    """Checks that no required tensor is None. PyTorch's dispatcher accepts None for a required
+    tensor, and treats it as an undefined tensor."""
     for name, kind in op.kinds.items():
         if kind == "Tensor" and getattr(arguments, name) is None:
             raise ArgumentError(op.name, name, "a tensor", None)

@@ -204,7 +204,7 @@ def debug_values() -> bool:
 
     Reading these values waits for the GPU at every call, and fails while a CUDA graph is captured.
     """
-    return _environment.get(b"TILEWRIGHT_DEBUG", b"").lower() not in _OFF
+    return _environment.get(b"TILEWRIGHT_DEBUG", b"").strip().lower() not in _OFF
 
 
 #: The texts of an environment variable that mean "off". Any other text means "on".

@@ -284,7 +284,7 @@ class FusedOp:
     def target_obstacle(self, arguments: Any, target: Target) -> str | None:
         """Returns why a chip has no emitted kernels for a call; None if it may have kernels."""
         if self.family and self.family not in FAMILIES:
-            return f"codegen/targets.py FAMILIES has no entry {self.family!r}, its folder of ops/"
+            return f"FAMILIES in codegen/targets.py has no entry for the folder ops/{self.family}"
         if self.family and self.family not in target.families:
             return f"its kernels are not audited for {target.name}"
         if target.has("fp8"):

@@ -258,7 +258,7 @@ class Store:
     """One in-place write: `memory[target][index...] = source`.
 
     Attributes:
-        memory: The memory.
+        memory: The memory that is written.
         target: The part of the memory's root tensor that the written view selects.
         index: For advanced indexing, maps a target dimension to its index tensor; empty for a plain
             copy.
@@ -394,7 +394,7 @@ class Dataflow:
     """A read-only description of a graph by its values. The graph itself is not changed.
 
     Attributes:
-        graph: The graph.
+        graph: The graph that is described.
         values: The values, in program order.
         users: The values that read a value.
         views: The tensor of each node, as it was when the node ran.

@@ -135,9 +135,11 @@ class Miss:
 
     def __str__(self) -> str:
         place = f"{self.scope or 'graph'} ({self.source})" if self.source else self.scope or "graph"
+        # Every attempt reaches the first stage, so its name says nothing.
+        stage = "" if self.stage is Stage.ANCHORED else f" {self.stage.label}"
         stop = "" if self.message.endswith(".") else "."
         hint = f"{stop} Hint: {self.hint}" if self.hint else ""
-        return f"{place} {self.stage.label}, {self.code}: {self.message}{hint}"
+        return f"{place}{stage}, {self.code}: {self.message}{hint}"
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ class Result:
     for each value that is read from outside of the match.
 
     Attributes:
-        replaced: The value. It is equal to `output[effect] * factor + added`.
+        replaced: The value that the output replaces. It is equal to `output[effect] * factor +
+            added`.
         effect: The selection of the output's elements.
         output: The index of the output, for an op that returns several outputs.
         factor: The number that multiplies the selected elements.
@@ -177,7 +180,7 @@ class Parts:
     """A value whose views become views of the op's output. The value itself disappears.
 
     Attributes:
-        replaced: The value.
+        replaced: The value that disappears.
         restate: A function that converts an effect on `replaced` to the effect on the output that
             selects the same elements. It raises InexpressibleError for elements that the output
             does not have.
@@ -194,7 +197,7 @@ class Match:
     """A subgraph, and the fused op that replaces it.
 
     Attributes:
-        anchor: The node or record from which the pattern found the match.
+        anchor: The value from which the pattern found the match.
         arguments: The arguments, by their names in the op's schema: views (the rewriter builds
             them), numbers, strings or None.
         results: The values of the graph, or parts of them, that the op's output replaces.
@@ -408,7 +411,7 @@ class Missed:
     """An anchor that is already known to be a miss. :func:`attempt` returns this miss.
 
     Attributes:
-        miss: The miss.
+        miss: The miss that the anchor becomes.
         stores: The writes that a match would perform.
         values: Other values that the miss accounts for.
         products: Products that the miss accounts for.

@@ -43,13 +43,27 @@ def _rounded(of):
 
 
 def _selected(a: int, b: int, places: int) -> int:
-    all_bytes = a | b << 32
-    return sum((all_bytes >> 8 * (places >> 4 * n & 7) & 0xFF) << 8 * n for n in range(4))
+    """Chooses four of eight bytes. If the number of a byte has bit 3, its sign is repeated."""
+    all_bytes, made = a | b << 32, 0
+    for n in range(4):
+        place = places >> 4 * n
+        byte = all_bytes >> 8 * (place & 7) & 0xFF
+        made |= (0xFF * (byte >> 7) if place & 8 else byte) << 8 * n
+    return made
+
+
+def _by_bits(a: int, b: int, c: int, table: int) -> int:
+    """Combines the bits of three words by a table of eight bits."""
+    return sum(
+        (table >> ((a >> n & 1) << 2 | (b >> n & 1) << 1 | (c >> n & 1)) & 1) << n
+        for n in range(32)
+    )
 
 
 INSTRUCTIONS = {
     "mov.b32": lambda a: a,
     "prmt.b32": _selected,
+    "lop3.b32": _by_bits,
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
     "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
@@ -64,7 +78,7 @@ def executed(text: str, **operands: int) -> int:
     """Returns the result of inline assembly. operands: the values of its operands by number, as
     `_1`."""
     registers = {name.replace("_", "$"): value for name, value in operands.items()}
-    for line in filter(None, map(str.strip, text.split(";"))):
+    for line in filter(None, map(str.strip, text.strip().strip("{}").split(";"))):
         if line.startswith(".reg"):
             continue
         name, _, rest = line.partition(" ")

@@ -7,6 +7,7 @@ back. A declaration that does not fit the operator is refused.
 from __future__ import annotations
 
 import operator
+import re
 
 import pytest
 import torch
@@ -465,6 +466,27 @@ def test_what_cannot_be_declared(op, meaning, said):
     with pytest.raises(ValueError, match=said):
         declare(op, meaning)
     assert not declared._DECLARED
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tests_opaque::store", ""),
+        ("tests_opaque::store.default", ""),
+        ("tests_opa*::store", ""),
+        ("tests_opaque::stor", "'tests_opaque::stor' is registered, so .* mean 'tests_opaque::sto"),
+        ("tests_opaque::store.out", "'tests_opaque::store.out' is registered"),
+        ("no_such_library*::store", "'no_such_library*::store' is registered"),
+    ],
+)
+def test_a_declaration_of_no_registered_operator_is_told(name, said, caplog):
+    declare(name, ops.store_meaning)
+    lowered = lower(nn.Linear(4, 4), (torch.zeros(1, 4),))
+    torch._dynamo.reset()
+    torch.compile(nn.Linear(4, 4), backend="tilewright")(torch.zeros(1, 4))
+    for text in ("\n".join(lowered.notes), "\n".join(reports()[-1].notes), caplog.text):
+        assert ("is registered" in text) == bool(said)
+        assert re.search(said.replace("*:", r"\*:"), text)
 
 
 def test_builds_of_a_hubs_kernel():

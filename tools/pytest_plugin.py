@@ -216,7 +216,7 @@ def _check_codes(codes: Iterable[str]) -> None:
     unknown = sorted({str(code) for code in codes} - set(CODES))
     if unknown:
         near = did_you_mean(unknown[0], CODES)
-        raise ValueError(f"no miss codes {unknown}{near}; `tilewright explain` lists them")
+        raise ValueError(f"no miss codes {unknown} (`tilewright explain` lists them){near}")
 
 
 def _stored(path: Path) -> Sequence[Any]:

@@ -186,7 +186,7 @@ def load_model(spec: str, **options: Any) -> LoadedModel:
     if not place or not function:
         hint = _of_the_hub(spec) or did_you_mean(spec, zoo_names())
         known = f"{', '.join(ZOO)}; {FORMS_OF_A_MODEL}"
-        raise ModelError(f"{spec!r} is not {FORMS}{hint}\nThe zoo: {known}")
+        raise ModelError(f"{spec!r} is not {FORMS}; the zoo has {known}{hint}")
     return load_function(spec, place, function, options)
 
 

@@ -65,7 +65,7 @@ PREFILL = Kernel(
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """The tile sizes of DECODE.
+    """The tile sizes of `attention_decode`.
 
     Attributes:
         tokens: The number of queries in a tile.

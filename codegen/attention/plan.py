@@ -122,8 +122,8 @@ def _most_rows(problem: CacheProblem, held: int) -> int:
 
 
 def decodes(problem: CacheProblem, sizes: AttentionSizes) -> bool:
-    """Whether the queries of a sequence fit the rows of one tile. If sequences are ragged, this
-    compares their average number of queries."""
+    """Whether the queries of a sequence fit the rows of one tile. If sequences are ragged, their
+    average number of queries counts."""
     queries = sizes.num_queries
     if problem.ragged:
         queries = cdiv(queries, max(sizes.num_sequences, 1))
@@ -134,7 +134,7 @@ def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
     """Returns the tile sizes of a call with many queries."""
     tried: tuple[PrefillConfig, ...] = BY_POINTERS
     if problem.paged and max(problem.head_block, problem.v_block) > 128:
-        tried = BY_POINTERS[3:]  # the addresses of 64 keys would spill
+        tried = BY_POINTERS[3:]  # with 64 keys, their addresses would spill
     if problem.attn_mask:
         tried = MASKED if max(problem.head_block, problem.v_block) <= 128 else BY_POINTERS[1:]
     if target.tmem_columns:
@@ -189,7 +189,8 @@ def _stages(
     if problem.attn_mask:
         fixed += wanted * config.rows * keys * ELEMENT_BYTES[problem.attn_mask]
         if target.tmem_columns:
-            # The logits in fp32, between tensor memory and registers.
+            # Shared memory also holds the logits, in fp32, on their way from tensor memory to
+            # registers.
             fixed += 4 * config.rows * keys
     fitting = (target.max_shared_bytes - fixed) // (keys * problem.key_bytes)
     if problem.latent and paged:

@@ -23,7 +23,7 @@ SPILL_OPCODES = frozenset({"LDL", "STL"})
 # If a thread spills at most this many bytes of registers outside of loops, the audit has a note
 # about the spills, and no rule is broken.
 FEW_SPILLED_BYTES = 16
-# If a kernel has at most this many registers, Triton may have replaced its body by a trap.
+# If a kernel has at most this many registers, Triton may have replaced the kernel's body by a trap.
 TRAP_REGISTERS = 16
 
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
@@ -141,8 +141,8 @@ class Audit:
 
 
 def audit_folder(folder: Path) -> Audit:
-    """Audits the files that worker.py wrote. Uses the disassembler of the Triton that compiled
-    them. Raises RuntimeError if the disassembler fails."""
+    """Audits the files that worker.py wrote for a kernel. Uses the disassembler of the Triton that
+    compiled the kernel. Raises RuntimeError if the disassembler fails."""
     metadata = json.loads((folder / "metadata.json").read_text("utf-8"))
     tools, cubin = Path(metadata["tools"]), folder / "kernel.cubin"
     sass = _run(tools / "nvdisasm", "-c", str(cubin))

@@ -240,7 +240,8 @@ def _broadcast(semantic: TritonSemantic, tensor: Any, type_: Any) -> Any:
 
 @functools.cache
 def _builtins(owner: Any) -> tuple[str, ...]:
-    """Returns the names of the builtins of a module or class, read before it is patched."""
+    """Returns the names of the builtins of a module or class, which are read before the owner is
+    patched."""
     return tuple(name for name, member in inspect.getmembers(owner) if tl.core.is_builtin(member))
 
 

@@ -154,9 +154,9 @@ def pack_kernels(package: str | Path) -> int:
     """Adds the kernels and times that this process has used to an AOTInductor package
     (`model.pt2`). Returns the number of parcels.
 
-    Run the package once before you call this function, so that its kernels exist. Raises OSError if
-    the file cannot be read or written, and zipfile.BadZipFile if it is not a package. In both
-    cases, the file is unchanged.
+    Run the package once before you call this function, so that the package's kernels exist. Raises
+    OSError if the file cannot be read or written, and zipfile.BadZipFile if the file is not a
+    package. In both cases, the file is unchanged.
     """
     found = parcels()
     with zipfile.ZipFile(package) as archive:

@@ -149,7 +149,7 @@ def _assemble(
 
 
 def _preamble(spec: KernelSpec, function: JitFunction, imports: list[str]) -> list[str]:
-    """Returns the first lines of an emitted file. They say how to compile the file."""
+    """Returns the first lines of an emitted file, which say how to compile the file."""
     return [
         f'"""{_header(spec, function)}"""',
         "",

@@ -133,7 +133,9 @@ class PartialEvaluator(ControlFlow):
             )
         for keyword in call.keywords:
             if keyword.arg is None or keyword.arg in given:
-                raise self.error(call, f"{function}: argument {keyword.arg} given twice or by **")
+                raise self.error(
+                    call, f"{function}: argument {keyword.arg} is given twice or by **"
+                )
             given[keyword.arg] = keyword.value
         unknown = given.keys() - {arg.arg for arg in parameters}
         if unknown:

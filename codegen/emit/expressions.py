@@ -59,7 +59,7 @@ def _rule_of(kind: str) -> str:
 
 @dataclass
 class Scope:
-    """The names of one function while it is evaluated.
+    """The names of one function while the function is evaluated.
 
     Attributes:
         function: The jit function that is evaluated.
@@ -165,7 +165,9 @@ class Expressions:
         self.scope = Scope(JitFunction(found.module, caller.function.node))
         folded = self.fold(found.expression)
         if not folded.value.literal:
-            raise self.error(found.expression, f"{name} is read by a kernel: must be a constant")
+            raise self.error(
+                found.expression, f"{name} is read by a kernel, so it must be a constant"
+            )
         self.scope = caller
         return folded
 

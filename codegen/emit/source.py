@@ -89,7 +89,7 @@ class Library:
         self._modules: dict[str, TemplateModule] = {}
 
     def load(self, name: str) -> TemplateModule:
-        """Parses a module by its dotted name. Raises EmitError if there is none."""
+        """Parses a module by its dotted name. Raises EmitError if there is no such module."""
         if name not in self._modules:
             self._modules[name] = parse_module(name, find_module(name).read_text("utf-8"))
         return self._modules[name]
@@ -122,7 +122,7 @@ class Library:
 
 
 def find_module(name: str) -> Path:
-    """Returns the file of a template module. Raises EmitError if there is none."""
+    """Returns the file of a template module. Raises EmitError if there is no such module."""
     try:
         found = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:

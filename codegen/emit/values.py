@@ -1,8 +1,9 @@
 """Facts that the emitter knows about expressions (constant, type, shape and range), and how
 operators change them.
 
-The rules are Triton's rules. A literal or constexpr (`weak`) takes the type of the other operand. A
-constant that was assigned to a variable is an int32 tensor, with the arithmetic of that type.
+The rules are Triton's rules. A literal or constexpr (`weak`) takes the type of the other operand.
+An integer constant that was assigned to a variable is an int32 tensor, with the arithmetic of that
+type.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
     if weight.format not in ("nvfp4", "mxfp4", "int4"):
         return f"{weight.format} weights are not 4-bit codes"
     if problem.named:
-        return "the experts of the groups are given"
+        return "the caller gives the experts of the groups"
     if weight.n_major or weight.row_stride % WORD_BYTES:
-        return "rows of the weight are not whole words"
+        return "the weight is contiguous along N, or its rows are not whole words"
     if inner % width or weight.scale_strides[2] != 1:
         return "the layout of the scales differs from the layout of the columns"
     part = part_columns(weight, config)
@@ -47,11 +47,11 @@ def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
         return f"{inner} columns are not a multiple of the {part} that are permuted together"
     if weight.format == "int4":
         if weight.scale_block[0] != 1 or block_k % width or block_k // width > 4:
-            return f"groups of {weight.scale_block} do not fit steps of {block_k} columns"
+            return f"scales of blocks of {weight.scale_block} do not fit steps of {block_k} columns"
         return None if inner % WORD_CODES == 0 else "columns do not fill whole words"
     size = scale_bytes(weight, config)
     if size not in INTEGERS or inner * QUARTERS % part:
-        return f"{inner} columns cannot be divided into whole quarters of {part}"
+        return f"{inner} columns cannot be divided into whole quarters of {part} columns"
     if any(stride % size for stride in weight.scale_strides[:2]):
         return f"the distances of scales are not multiples of {size} bytes"
     if size > 1 and not (weight.scale and weight.scale.aligned):
@@ -73,8 +73,8 @@ def order_of(weight: WeightOperands, config: GemmConfig) -> tuple[int, int]:
 
 
 def thread_run(weight: WeightOperands, config: CodesConfig) -> int:
-    """Returns how many neighbouring columns of a row a thread of the tensor core holds. This
-    follows from the layout that Triton gives to an operand made by joins.
+    """Returns how many neighbouring columns of a row each thread holds for the tensor core. The
+    number follows from the layout that Triton gives to an operand made by joins.
 
     For the newest instruction, the result is the number of columns in a register. For the older
     instruction (mma.sync), the result is twice as large, or four times as large if the scales of a

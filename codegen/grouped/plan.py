@@ -76,7 +76,7 @@ def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> Grou
         return GroupedPlan(codes, None, f"{rows} rows per group, {codes}")
     dense = decode or form == "dense"
     config = grouped_config(rows, dense=dense)
-    how = ", weights decoded before it" if decode else ""
+    how = ", weights decoded first" if decode else ""
     reason = f"{rows} rows per group, {config}{how}"
     return GroupedPlan(config, DequantizeConfig() if decode else None, reason)
 
@@ -133,4 +133,4 @@ def block_k_obstacle(weight: WeightOperands) -> str | None:
     width = weight.scale_block[1]
     if all(width % size == 0 or size % width == 0 for size in (BLOCK_K, STREAMED_K)):
         return None
-    return f"scale_block: {width} columns neither divide {BLOCK_K} nor are divided by it"
+    return f"scale_block: expected columns that divide {BLOCK_K} or are divided by it, got {width}"

@@ -158,8 +158,8 @@ def _plan_across(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrin
     """Returns the kernel for weights [K, R] that are used as [R, K], so that their columns are
     contiguous.
 
-    This is the kernel in which the fewest programs read parts of the same row of memory. Returns
-    None if this makes no difference.
+    The result is the kernel in which the fewest programs read parts of the same row of memory.
+    Returns None if all kernels are alike in this respect.
     """
     columns, hidden = problem.planes * problem.rank, problem.hidden
     single = problem.a.dtype == "fp32"

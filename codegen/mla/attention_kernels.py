@@ -51,7 +51,7 @@ MERGE = Kernel(
     types=dict.fromkeys(("num_rows", "part_stride", "lse_stride"), "i64"),
     unaligned=("lses",),
 )
-# Copies both parts of keys side by side.
+# Copies the unrotated and the rotated part of each key side by side.
 JOIN = Kernel(
     "mla.join",
     "mla_join",
@@ -146,7 +146,7 @@ def merge_statics(parts: int, v_dim: int) -> Statics:
 
 
 def join_statics(problem: AttentionProblem) -> Statics:
-    """Returns the constants of `mla_join`, which copies both parts of keys side by side."""
+    """Returns the constants of `mla_join`."""
     nope_block, rope_block, _ = problem.blocks
     return Statics(problem, nope_block=nope_block, rope_block=rope_block, block_r=JOIN_ROWS)
 

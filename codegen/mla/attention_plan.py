@@ -147,8 +147,8 @@ def rotates_queries(problem: AttentionProblem, config: PrefillConfig) -> bool:
     """Whether the attention kernel rotates the queries that it loads. No query is rotated twice,
     because only one program loads each query.
 
-    The kernel cannot rotate them if a descriptor loads them to shared memory, or if the rope
-    columns do not fill their tile.
+    The kernel cannot rotate queries that a descriptor loads to shared memory, or whose rope columns
+    do not fill their tile.
     """
     filled = problem.rope == problem.blocks[1]
     return filled and not (config.tma or config.warp_specialize or problem.is_fp8)
@@ -157,8 +157,8 @@ def rotates_queries(problem: AttentionProblem, config: PrefillConfig) -> bool:
 def library_gains(num_heads: int, sizes: AttentionSizes) -> bool:
     """Whether a library's attention over joined keys is faster than `mla_attention`.
 
-    Callers ask this only if the library computes the same result: for dense 16-bit operands and a
-    mask that depends only on shapes.
+    Callers use this function only if the library computes the same result, which holds for dense
+    16-bit operands and a mask that depends only on shapes.
     """
     tiles = sizes.num_sequences * num_heads * cdiv(sizes.num_queries, 128)
     return tiles >= LIBRARY_TILES and sizes.num_keys >= LIBRARY_KEYS

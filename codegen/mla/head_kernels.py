@@ -30,8 +30,8 @@ def scaled_step(block: int, *starts: int) -> int | None:
     """Returns the number of columns of a step over K in which all codes of a column of the weight
     have one scale; None if there is no step of at least 16 columns.
 
-    block: how many indices of K share a scale. starts: distances from a multiple of `block` at
-    which a head begins.
+    block: how many indices of K share a scale. starts: the distances at which heads begin after a
+    multiple of `block`.
     """
     steps = (BLOCK_K, BLOCK_K // 2, BLOCK_K // 4)
     return next((n for n in steps if all(size % n == 0 for size in (block, *starts))), None)

@@ -68,7 +68,7 @@ def _part_block(problem: UpProblem, most: int) -> int:
 
 @dataclass(frozen=True)
 class DecodeSizes:
-    """The sizes of a decode call.
+    """The sizes of a call of MLA attention that decodes.
 
     Attributes:
         queries: The number of queries of a sequence.

@@ -170,7 +170,7 @@ def linear_constants(
         **_shared_constants(problem),
         "LINE": LINE_BYTES // int(ELEMENT_BYTES[problem.weight]),
         "PREFETCH": config.prefetch if problem.k_major else 0,
-        # If the kernel computes x in registers, both operands of a product come from registers.
+        # If the kernel itself computes x, both operands of a product come from registers.
         "APART": _makes_x(problem, config) and target.tmem_columns > 0,
     }
     if norm is not None:
@@ -197,8 +197,8 @@ def order_of(problem: LinearProblem, config: LinearConfig | DotConfig) -> Column
     q = problem.quantization
     if q is None or isinstance(config, DotConfig) or not config.x_in_order:
         return None
-    # The kernel uses the same unit: the columns of the words that it loads at a time, or the
-    # columns that share a scale if these are fewer.
+    # Columns are permuted within a unit that the kernel knows: the columns of the words that it
+    # loads at a time, or the columns that share a scale if these are fewer.
     unit = min(config.block_k, 128) if q.per_word == 8 else config.block_k
     if not q.scales_numbers and q.block[1] < problem.k:
         unit = min(unit, q.block[1])

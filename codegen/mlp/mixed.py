@@ -3,11 +3,12 @@ limits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from tilewright.codegen.arithmetic import INT32_MAX, cdiv
-from tilewright.codegen.formats import Quantization
+from tilewright.codegen.formats import TABLES, Quantization, bfloat16_table
 from tilewright.codegen.kernel import Kernel, Statics
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.operand import ALIGNMENT, Operand
@@ -34,7 +35,9 @@ WHOLE = ("u8", "i8", "i32", "i64")
 #: The dtypes of scales that bfloat16 represents exactly.
 EXACT = ("bf16", "u8", "fp8e4nv")
 # Maps `WeightFormat.number` to the kernel's name for 4-bit codes.
-_CODES = {"": "nibbles", "e2m1": "e2m1"}
+_CODES = {"": "nibbles", "e2m1": "e2m1"} | dict.fromkeys(TABLES, "table")
+# The numbers that a decoded 1 stands for, by the kernel's name for codes; 1 for other codes.
+_UNITS = {"nibbles": 64.0, "bytes": 64.0}
 
 
 @dataclass(frozen=True)
@@ -162,15 +165,20 @@ def most_decoded(q: Quantization, k: int) -> int | None:
 def _storage_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
     if not problem.k_major or q.packed_rows:
         return "the weight is contiguous along N, not along K"
-    if q.has_table:
-        return f"the codes stand for numbers of the table {q.format.number}"
     if problem.k % (ALIGNMENT * 8 // q.format.bits) or problem.n % 8:
-        return f"{problem.n} rows or {problem.k} columns are not multiples of {ALIGNMENT} bytes"
+        return (
+            f"the number of rows, {problem.n}, is not a multiple of 8, or the codes of "
+            f"{problem.k} columns are not a multiple of {ALIGNMENT} bytes"
+        )
     return None
 
 
 def _blocks_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
     columns = q.block[1]
+    if q.has_table and (columns >= problem.k or columns < BLOCK_K):
+        return f"{columns} columns of codes of a table share a scale"
+    if q.has_table and any(one is not None and one.dtype == "u8" for one in q.scales):
+        return "the scales of codes of a table are exponents"
     if columns >= problem.k and any(one is not None and one.dtype == "u8" for one in q.scales):
         return "the scales of whole rows are exponents"
     if columns < problem.k and columns % BLOCK_K and (BLOCK_K % columns or columns < LEAST_SCALED):
@@ -240,10 +248,14 @@ def mixed_constants(problem: LinearProblem, index: int, stored: str) -> dict[str
     strides = dict(zip(_STRIDES, q.block_strides(index), strict=True))
     signed = stored == "i8"
     codes = _CODES[q.format.number] if q.format.bits == 4 else "bytes"
+    codes = "e4m3" if q.weight_format == "fp8" else codes
+    lookup, unit = _table_constants(q.format.number) if q.has_table else ("", 1.0)
     return {
         "N": problem.n,
         "K": problem.k,
-        "CODES": "e4m3" if q.weight_format == "fp8" else codes,
+        "CODES": codes,
+        "LOOKUP": lookup,
+        "UNIT_OF_CODES": _UNITS.get(codes, unit),
         "PER": q.per_int32,
         "ORDER": nibble_order(q),
         "SIGNED": signed,
@@ -264,6 +276,58 @@ def mixed_constants(problem: LinearProblem, index: int, stored: str) -> dict[str
 _STRIDES = (
     "SCALE_ROW_STRIDE", "SCALE_COLUMN_STRIDE", "ZERO_ROW_STRIDE", "ZERO_COLUMN_STRIDE",
 )  # fmt: skip
+
+
+def _table_constants(name: str) -> tuple[str, float]:
+    """Returns the assembly for the codes of a table, and the number that a decoded 1 stands for."""
+    rounded, rests, unit = bfloat16_table(name)
+    return lookup_assembly(rounded, rests), unit
+
+
+def lookup_assembly(rounded: Sequence[int], rests: Sequence[int]) -> str:
+    """Returns PTX that looks up the numbers of two codes, and multiplies each by its scale.
+
+    Operands: $1 is a word of codes, $3 chooses the two bytes whose low nibbles are the codes, out
+    of the bytes of the word and of the word shifted right by one nibble. $5 and $6 are the two
+    scales in bfloat16 and their rounding errors. The result $0 has two bfloat16 numbers, each of
+    which is rounded once: the sums of a number of the table and its rounding error are exact to
+    about 16 bits.
+
+    rounded, rests: the words of :func:`tilewright.codegen.formats.bfloat16_table`.
+    """
+    lines = [
+        ".reg .b32 s, m, a, b, c, h, l;",
+        "shr.b32 a, $1, 4;",
+        "prmt.b32 s, $1, a, $3;",
+        # All bits of byte 0 and of byte 2 are set where the code is at least 8.
+        "shl.b32 m, s, 4;",
+        "prmt.b32 m, m, m, 0x0908;",
+        "and.b32 s, s, 0x77777777;",
+        *_looked_up("h", rounded),
+    ]
+    if any(rests):
+        lines += [*_looked_up("l", rests), "mul.rn.bf16x2 l, l, $5;"]
+        lines += ["fma.rn.bf16x2 l, h, $6, l;"]
+    else:
+        lines += ["mul.rn.bf16x2 l, h, $6;"]
+    return "\n".join(("{", *lines, "fma.rn.bf16x2 $0, h, $5, l;", "}"))
+
+
+def _looked_up(out: str, words: Sequence[int]) -> list[str]:
+    """Returns the instructions that put the 16-bit numbers of the two codes into a register. A
+    register s has the low three bits of the codes, and m tells which codes are at least 8."""
+    bytes_of = [word & 0xFFFFFFFF for word in words]
+    low, high = (
+        [
+            f"prmt.b32 {one}, {first:#x}, {second:#x}, s;",
+            f"prmt.b32 c, {third:#x}, {fourth:#x}, s;",
+            f"lop3.b32 {one}, m, c, {one}, 0xCA;",
+        ]
+        for one, (first, second, third, fourth) in zip(
+            "ab", (bytes_of[:4], bytes_of[4:]), strict=True
+        )
+    )
+    return [*low, *high, f"prmt.b32 {out}, a, b, 0x6240;"]
 
 
 def nibble_order(q: Quantization) -> int:

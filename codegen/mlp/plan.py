@@ -18,9 +18,10 @@ MOST_TOKENS = 64
 # an H200 take 66 us for 16 tokens (68 us with Inductor's kernels), and 113 us for 64 tokens (74 us
 # with Inductor's kernels).
 MOST_GATED_TOKENS = 16
-# The largest number of tokens for which one kernel multiplies two weights that are not quantised,
-# if the graph calls the op. On an H100, gate and up of Llama-3-8B take 101 us for 32 tokens, and
-# 105 us with two products of the library. This was not compared with Inductor's kernels.
+# The largest number of tokens for which the op multiplies two weights that are not quantised in one
+# kernel. Patterns use the op only for up to MOST_GATED_TOKENS tokens, but a model may call the op
+# for more. On an H100, gate and up of Llama-3-8B take 101 us for 32 tokens, and 105 us with two
+# products of the library. This kernel was not compared with Inductor's kernels.
 MOST_STREAMED_PAIR = 32
 # The largest number of tokens for which a kernel streams a quantised weight. This number is larger
 # than MOST_TOKENS, because the library needs a decoded weight in every call: on an H100, the down
@@ -32,11 +33,11 @@ MOST_STREAMED_PAIR = 32
 # products and the conversions of scales take 66 us for 128 tokens.
 MOST_CODED_TOKENS = 128
 # The largest number of tokens for which the kernel of unquantised weights computes an RMS norm of x
-# itself. For 64 tokens on an H100, the first linear of OPT-6.7B's MLP takes 140 us with the norm,
-# and 55 us if a separate kernel has computed a layer norm. Nothing was measured for 17 to 63
-# tokens.
+# itself. For 64 tokens on an H100, the first linear of OPT-6.7B's MLP takes 140 us if its kernel
+# computes a norm, and 55 us if a separate kernel has computed a layer norm. Nothing was measured
+# for 17 to 63 tokens.
 MOST_NORMED_TOKENS = 16
-# The largest number of tokens for which the kernel computes a layer norm of x itself. This is
+# The largest number of tokens for which the kernel computes a layer norm of x itself. The limit is
 # modelled, not measured: every program reads whole rows before its first product, which takes about
 # 1 us per token for 4096 columns, and a separate norm takes about 2 us.
 MOST_LAYER_NORMED_TOKENS = 1
@@ -299,7 +300,7 @@ def linear_config(
     problem: LinearProblem, num_tokens: int, target: Target, tiling: Tiling | None = None
 ) -> LinearConfig:
     """Returns the tile sizes for this many tokens, with as many bytes in flight as shared memory
-    holds. tiling: a tiling to use instead of the plan's."""
+    holds. tiling: a tiling to use instead of the one that the plan would choose."""
     ordered = orders_x(problem, num_tokens, target)
     most = MOST_CODED_TILE if problem.quantization and problem.num_weights == 2 else MOST_TOKENS
     if problem.quantization and problem.quantization.format.number and problem.num_weights == 2:

@@ -163,7 +163,7 @@ def dots_obstacle(problem: MoeProblem, num_tokens: int) -> str | None:
 
 def _reads(problem: MoeProblem, num_tokens: int) -> float:
     """Returns how often the kernels read an expert, averaged over the experts that at least one
-    token chose. This assumes that each token chooses its experts at random."""
+    token chose. The average assumes that each token chooses its experts at random."""
     chosen = problem.num_slots / problem.num_experts
     return num_tokens * chosen / (1 - (1 - chosen) ** num_tokens)
 
@@ -181,7 +181,7 @@ def _weight_obstacle(weight: WeightOperands, rows: int, columns: int) -> str | N
     if weight.scale is not None and width < columns and width % (per * run):
         return f"the number of columns that share a scale is {width}"
     if run & (run - 1):
-        return f"runs of {run} words"
+        return f"runs of {run} words, whose number is not a power of two"
     return None
 
 
@@ -201,8 +201,8 @@ def up_tiles(problem: MoeProblem) -> DotTiles:
 
 
 def down_tiles(problem: MoeProblem) -> DotTiles:
-    """Returns the tiles of down. Each row of a tile has a part of the sum for every slot of a
-    step."""
+    """Returns the tiles of down. For each row of a tile and each slot of a step, a program keeps a
+    part of the sum."""
     rows, early = DOWN_TILES.get(problem.format, DOWN_TILE)
     block_k = step_of(problem.down, problem.inner)
     short = problem.format == "fp8" and block_k <= SHORT_STEP

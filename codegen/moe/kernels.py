@@ -54,8 +54,8 @@ class OrderConfig:
         routes_per_step: The number of routes that a program places at a time.
         chunks_per_load: The number of chunks that `moe_scan` adds at a time.
         experts_per_scan: The number of experts of a program of `moe_scan`.
-        row_block: If it is not 0, rows are also counted in blocks of row_block rows, and the sort
-            returns the index of the first block of each expert.
+        row_block: If this number is not 0, rows are also counted in blocks of row_block rows, and
+            the sort returns the index of the first block of each expert.
     """
 
     chunk: int

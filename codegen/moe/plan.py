@@ -101,7 +101,7 @@ def plan_moe(problem: MoeProblem, num_tokens: int, target: Target) -> MoePlan:
         up, down = _by_words(problem, rows, routes)
     else:
         up, down = _numbers(problem, rows, routes)
-    how = ", weights decoded before them" if decode else ""
+    how = ", weights decoded first" if decode else ""
     reason = f"{rows} rows per expert: up {up}, down {down}{how}"
     order = order_config(problem, routes)
     if up.warp_specialize or down.warp_specialize:

@@ -53,9 +53,9 @@ def row_key(problem: QkvProblem, target: Target) -> dict[str, Any]:
 
 
 def measured_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict | None:
-    """Returns the row for the problem's dims and, if weights are quantised, its format. Its number
-    of tokens is the smallest measured number that is at least `num_tokens`. Returns None if there
-    is no such row."""
+    """Returns the row for the problem's dims and, if weights are quantised, for their format. The
+    row's number of tokens is the smallest measured number that is at least `num_tokens`. Returns
+    None if there is no such row."""
     coded, heads = problem.quantization is not None, problem.epilogue
     if heads.dtype not in ("bf16", "fp16") or not heads.writes_v:
         return None

@@ -95,8 +95,8 @@ class LoweringChoice:
 
 @dataclass(frozen=True)
 class LoweringPlan:
-    """The choices for a problem, in ascending order of `max_tokens`. A static problem has one
-    choice."""
+    """The choices for a problem, in ascending order of `max_tokens`. A problem with a static number
+    of tokens has one choice."""
 
     problem: QkvProblem
     target: str
@@ -118,8 +118,8 @@ class LoweringPlan:
 
 
 def plan_fused_qkv(problem: QkvProblem, target: Target, packed: bool = False) -> LoweringPlan:
-    """Returns the lowerings of a problem on a target. On a chip without TMA, the lowering is the
-    library.
+    """Returns the lowerings of a problem on a target. On a chip without TMA, the only lowering is
+    "library".
 
     packed: whether the weights are rows of one tensor.
     """

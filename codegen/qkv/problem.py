@@ -208,8 +208,8 @@ class QkvProblem:
 
     @property
     def number_dtype(self) -> str:
-        """The dtype to which the library lowering decodes codes. It is q's dtype. If x has codes
-        too, it is fp32, because rounding the numbers would lose accuracy."""
+        """The dtype to which the library lowering decodes codes. If x has codes too, this is fp32,
+        because rounding the numbers would lose accuracy. If not, this is q's dtype."""
         return "fp32" if self.coded_x else self.epilogue.dtype
 
     @property

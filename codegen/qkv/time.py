@@ -67,8 +67,8 @@ _DOTS_PER_SM_S = {True: 1.0e11, False: 5.0e10}
 def shared_bytes(problem: QkvProblem, config: Config, target: Target) -> int:
     """Returns how many bytes of shared memory the pipelined operands take."""
     if isinstance(config, DotsConfig):
-        # Threads exchange x: a thread that loads a part of x is not the thread that holds the words
-        # for it.
+        # Threads exchange x through shared memory, because the thread that loads a part of x is not
+        # the thread that multiplies it.
         return 4 * config.block_k
     if problem.quantization is not None:
         assert isinstance(config, SwappedConfig)
@@ -178,8 +178,8 @@ def _codes_bytes(problem: QkvProblem, num_tokens: int) -> float:
 def _dots_estimate(
     problem: QkvProblem, config: DotsConfig, num_tokens: int, target: Target
 ) -> float:
-    """Estimates the time of the kernel without tensor cores, in seconds. It is the time of the
-    launch, plus the longer of two times: reading memory, and multiplying."""
+    """Estimates the time of the kernel without tensor cores, in seconds. The estimate is the time
+    of the launch, plus the longer of two times: reading memory, and multiplying."""
     overhead = target.launch_s + _DOTS_FILL_S + (_CODES_SPLIT_S if config.split_k > 1 else 0.0)
     tiles = problem.epilogue.heads_in_all * tiles_per_head(problem, config) * config.split_k
     busy = min(tiles * num_tokens / target.num_sms, 1.0)
@@ -191,8 +191,9 @@ def _dots_estimate(
 def _codes_estimate(
     problem: QkvProblem, config: SwappedConfig, num_tokens: int, target: Target
 ) -> float:
-    """Estimates the time of the kernel for quantised weights, in seconds. It is the time of the
-    launch, plus the longest of three times: reading memory, unpacking words, and multiplying."""
+    """Estimates the time of the kernel for quantised weights, in seconds. The estimate is the time
+    of the launch, plus the longest of three times: reading memory, unpacking words, and
+    multiplying."""
     q = problem.codes
     rows, columns, split = 2 * config.block_p, config.block_t, config.split_k
     row_tiles = problem.epilogue.heads_in_all * tiles_per_head(problem, config)

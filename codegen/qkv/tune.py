@@ -113,8 +113,8 @@ def tuned(
     according to the stored times, or None if no valid times are stored.
 
     If several processes call this function at the same time, one process measures and the others
-    wait. Raises NothingMeasuredError if no trial could be timed. Errors of the timer propagate. In
-    both cases, nothing is stored.
+    wait. Raises NothingMeasuredError if no trial could be timed. Errors of the timer propagate. If
+    there is an error, nothing is stored.
     """
     tried = trials(case)
     if len(tried) == 1:

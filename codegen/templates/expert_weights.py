@@ -22,13 +22,13 @@ def block_scales(
     BLOCK[1]].
 
     BLOCK: how many (rows, columns) share a scale. COLUMNS is a multiple of BLOCK[1] or divides it.
-    e8m0 scales are converted to powers of two.
+    Scales that are bytes are e8m0.
     """
     WIDTH: tl.constexpr = max(COLUMNS // BLOCK[1], 1)
     columns = first_k // BLOCK[1] + tl.arange(0, WIDTH)
     places = (rows // BLOCK[0])[:, None] * STRIDES[1] + columns[None, :] * STRIDES[2]
     mask = row_mask[:, None] & (columns * BLOCK[1] < K)[None, :]
-    if FORMAT == "mxfp4":
+    if scale_ptr.dtype.element_ty == tl.uint8:
         return e8m0_value(tl.load(scale_ptr + places, mask=mask, other=0).to(tl.int32))
     values = tl.load(scale_ptr + places, mask=mask, other=0.0).to(tl.float32)
     return values

@@ -72,6 +72,15 @@ def e8m0_value(codes):
 
 
 @triton.jit
+def scale_value(stored):
+    """Converts loaded scales to fp32. Bytes are e8m0."""
+    if stored.dtype == tl.uint8:
+        return e8m0_value(stored.to(tl.int32))
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
 def unpack_codes(packed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Unpacks bytes [ROWS, COLUMNS / 2] to codes [ROWS, COLUMNS], the low nibble first."""
     return tl.reshape(tl.join(packed & 15, packed >> 4), (ROWS, COLUMNS))

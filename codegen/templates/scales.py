@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from tilewright.codegen.templates.fp4 import scale_value
+
 
 @triton.jit
 def widen_scales(
@@ -11,7 +13,7 @@ def widen_scales(
     SCALE_STRIDES: tl.constexpr, BLOCK: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes scales [cdiv(ROWS, GROUP), COLUMNS] to fp32 out [ROWS, WIDTH], padded with zeros.
-    GROUP rows of out share a row of scales.
+    GROUP rows of out share a row of scales. Scales that are bytes are e8m0.
 
     Grid (cdiv(ROWS * WIDTH, BLOCK),).
     """
@@ -27,4 +29,4 @@ def widen_scales(
         mask=there & (column < COLUMNS),
         other=0.0,
     )
-    tl.store(out_ptr + places, scale.to(tl.float32), mask=there)
+    tl.store(out_ptr + places, scale_value(scale), mask=there)

@@ -274,6 +274,12 @@ def name_of_operator(op: Any) -> str | None:
     return op._schema.name if only else f"{op._schema.name}.{op._overloadname}"
 
 
+def names_of_operators() -> list[str]:
+    """Returns the names of all overloads that are registered now: `namespace::name` of a default
+    overload, `namespace::name.overload` of any other."""
+    return torch._C._dispatch_get_all_op_names()
+
+
 @cache
 def aten_tags(name: str) -> frozenset[torch.Tag]:
     """Returns the tags of an ATen operator's overloads. An unknown operator has no tags."""

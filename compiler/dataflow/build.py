@@ -192,7 +192,8 @@ class _Builder:
         try:
             view = View(base.value, rule(base.effect))
         except InexpressibleError:
-            view = self._value("opaque:" + name_of(node), (base,), result, node).whole
+            kwargs = _selection(rule, base.shape)
+            view = self._value("opaque:" + name_of(node), (base,), result, node, kwargs).whole
             self.unknown.append(node)
         place = self.memory.shared_with(result, of)
         if place is None:
@@ -561,3 +562,12 @@ def _same_kind(source: torch.Tensor, result: torch.Tensor) -> bool:
 def _has_index_tensor(index: Any) -> bool:
     items = index if isinstance(index, (tuple, list)) else [index]
     return with_rows(index) is not None or any(spelling.is_tensor_node(i) for i in items)
+
+
+def _selection(rule: Callable[[Effect], Effect], shape: Sequence[Any]) -> dict[str, Any]:
+    """Returns what a node selects from a tensor of this shape, as the keyword argument `selection`.
+    Returns an empty dictionary if no effect can express that."""
+    try:
+        return {"selection": rule(effects.identity(shape))}
+    except InexpressibleError:
+        return {}

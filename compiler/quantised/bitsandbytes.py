@@ -153,7 +153,8 @@ def _eight_bits(module: Any) -> nn.Module | str:
     )
     if codes is None or scale is None:
         return (
-            "its weight is not quantised yet: this happens when the module is moved to its device"
+            "its weight is not quantised yet: the library quantises weights when their module is "
+            "moved to its device"
         )
     tensors = {"codes": codes, "scale": scale, "bias": module.bias}
     made = ByteLinear if state.threshold == 0 else OutlierLinear
@@ -164,7 +165,8 @@ def _four_bits(module: Any) -> nn.Module | str:
     state = getattr(module.weight, "quant_state", None)
     if state is None:
         return (
-            "its weight is not quantised yet: this happens when the module is moved to its device"
+            "its weight is not quantised yet: the library quantises weights when their module is "
+            "moved to its device"
         )
     if getattr(state, "packing_format_for_cpu", False):
         return "its codes are in another order for this CPU because the model ran before `prepare`"

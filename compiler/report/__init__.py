@@ -97,11 +97,13 @@ class GraphReport:
     """The outcome for one Dynamo graph. `str()` returns the report in plain lines.
 
     modules: the graph before and after fusing; None in a report that :meth:`without_graphs`
-    returned. seconds: the time of each phase. inputs: the graph's inputs that shared memory when
-    the graph was traced. points: the census of the graph; empty if fusing did not begin. target:
-    the name of the chip, as in `Lowered`. graph_breaks: the graph breaks of this graph alone, as in
-    `Lowered`. node_counts: the number of nodes before and after fusing, set only in a report
-    without graphs.
+        returned.
+    seconds: the time of each phase.
+    inputs: the graph's inputs that shared memory when the graph was traced.
+    points: the census of the graph; empty if fusing did not begin.
+    target: the name of the chip, as in `Lowered`.
+    graph_breaks: the graph breaks of this graph alone, as in `Lowered`.
+    node_counts: the number of nodes before and after fusing, set only in a report without graphs.
     """
 
     modules: tuple[fx.GraphModule, fx.GraphModule] | None

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tilewright.codegen.names import did_you_mean
 from tilewright.compiler import _compat
 from tilewright.compiler._compat import trials
 from tilewright.compiler._compat.autocast import autocast_at_devices
@@ -42,6 +43,8 @@ _DECLARED: dict[str, Meaning] = {}
 _BUILD = r"_{}(_cuda|_rocm|_xpu)?_[0-9a-z]{{6,}}(_dirty)?"
 # Functions that allocate a tensor without filling it.
 _ROOMS = frozenset({torch.empty, torch.empty_strided, torch.empty_like})
+#: The start of the notes about declarations.
+NOTE = "declare"
 # Namespaces whose operators cannot be declared, because patterns know these operators.
 _KNOWN = ("aten", "prim", "prims", "tilewright")
 
@@ -61,6 +64,9 @@ def declare(op: Any, meaning: Meaning) -> None:
         arguments. It returns the same values as the operator, and writes in place the arguments
         that the operator's schema marks as written. It is traced with fake tensors, once for each
         layout of a call's arguments.
+
+    The operator may be registered later. If no operator has the name when a model is compiled, the
+    report has a note.
 
     Raises ValueError for a name without a namespace, for an operator of PyTorch, for a meaning that
     does not take the arguments of the operator, and for an operator that already has another
@@ -146,13 +152,39 @@ def _among(declared: Mapping[str, Meaning], namespace: str, names: Sequence[str]
     for whole in (f"{namespace}::{one}" for one in names):
         if whole in declared:
             return declared[whole]
-    for key, meaning in declared.items():
-        space, _, called = key.partition("::")
-        build = called in names and re.fullmatch(_BUILD.format(re.escape(space)), namespace)
-        wild = any(fnmatch.fnmatchcase(f"{namespace}::{one}", key) for one in names)
-        if build or wild:
-            return meaning
-    return None
+    found = (meaning for key, meaning in declared.items() if _stands_for(key, namespace, names))
+    return next(found, None)
+
+
+def _stands_for(key: str, namespace: str, names: Sequence[str]) -> bool:
+    """Whether a declared name is that of a hub kernel, or has wildcards, and stands for an
+    operator."""
+    space, _, called = key.partition("::")
+    build = called in names and re.fullmatch(_BUILD.format(re.escape(space)), namespace)
+    return bool(build) or any(fnmatch.fnmatchcase(f"{namespace}::{one}", key) for one in names)
+
+
+def _split(registered: str) -> tuple[str, tuple[str, str]]:
+    """Splits the registered name of an overload into its namespace and the two names that a
+    declaration may use: with the overload, and without it."""
+    namespace, _, rest = registered.partition("::")
+    called, _, overload = rest.partition(".")
+    return namespace, (f"{called}.{overload or 'default'}", called)
+
+
+def notes_of_unregistered() -> tuple[str, ...]:
+    """Returns a note for each of the user's declarations that holds for no registered operator."""
+    if not _DECLARED:
+        return ()
+    operators = {_split(name) for name in _compat.names_of_operators()}
+    operators = {one for one in operators if one[0] not in _KNOWN}
+    known = {f"{namespace}::{names[1]}" for namespace, names in operators}
+    return tuple(
+        f"{NOTE}: no operator {key!r} is registered, so its declaration has no effect"
+        f"{did_you_mean(key, known)}"
+        for key in _DECLARED
+        if key not in known and not any(_stands_for(key, *one) for one in operators)
+    )
 
 
 # --- calls ----------------------------------------------------------------------------------------

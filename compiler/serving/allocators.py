@@ -1,5 +1,5 @@
-"""Allocators that present the engine's memory as one tensor, and the pages of requests as block
-tables.
+"""Allocators for transformers' continuous batching engine that present its memory as one tensor,
+and the pages of requests as block tables.
 
 transformers' engine keeps the keys and values of all layers in one flat tensor. For each kind of
 attention it has an allocator, which gives blocks of that tensor to requests. A block holds a page

@@ -1,4 +1,5 @@
-"""The engine's memory on the meta device, where it takes no bytes."""
+"""The memory of transformers' continuous batching engine, on the meta device, where it takes no
+bytes."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ def memory_of(
 ) -> PagedAttentionCache:
     """Returns the engine's memory for a language model, on the meta device.
 
-    config: the configuration of the language model. tokens: the maximum number of tokens in a step.
-    columns: the width of a block table. Raises the error of transformers for models that its memory
-    does not support.
+    config: the configuration of the language model.
+    tokens: the maximum number of tokens in a step.
+    columns: the width of a block table.
+
+    Raises the error of transformers for models that its memory does not support.
     """
     settings = ContinuousBatchingConfig(
         page_size=page_size,

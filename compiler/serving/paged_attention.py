@@ -1,4 +1,5 @@
-"""Attention over the engine's memory, and the plan of a step, which all layers share.
+"""Attention over the memory of transformers' continuous batching engine, and the plan of a step,
+which all layers share.
 
 A step concatenates the tokens of several requests. In a decode step, each request has one token,
 and the engine passes a block table. In a varlen step, requests have any number of tokens, with or
@@ -315,7 +316,7 @@ def _mask(owner: FullPages, window: int | None) -> dict[str, Any]:
     one."""
     held = owner.sliding_window if isinstance(owner, WindowPages) else None
     if held is not None and window is not None and window > held:
-        raise ValueError(f"sliding_window: expected at most {held}, which is kept, got {window}")
+        raise ValueError(f"sliding_window: expected at most {held}, the kept window, got {window}")
     window = held if window is None else window
     return {"mask": "causal"} if window is None else {"mask": "sliding_window", "window": window}
 

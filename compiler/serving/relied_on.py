@@ -1,4 +1,5 @@
-"""Checks that transformers has what the engine's integration needs, before a model is changed."""
+"""Checks that transformers has everything that tilewright needs of its continuous batching engine,
+before a model is changed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Makes the arguments of the engine's steps on the meta device, to trace steps without the
-engine."""
+"""Makes the arguments of a step of transformers' continuous batching engine on the meta device, to
+trace steps without the engine."""
 
 from __future__ import annotations
 

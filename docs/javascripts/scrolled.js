@@ -1,5 +1,6 @@
-// What scrolls sideways is reached by the keyboard, and has a name; the theme gives its tables and
-// its buttons of a block of code none.
+// Makes everything that scrolls sideways reachable by the keyboard, and names tables, drawings and the
+// buttons of a block of code. The theme names none of these, and makes a block of code reachable only
+// after it has been on the screen.
 "use strict";
 const HEADINGS = "h1, h2, h3, h4, h5, h6";
 const heading = element => {
@@ -19,6 +20,9 @@ const name = () => {
     box.tabIndex = 0;
     box.setAttribute("role", "group");
     box.setAttribute("aria-label", `Scrolls: ${heading(box)}`);
+  }
+  for (const code of document.querySelectorAll(".md-typeset pre > code")) {
+    if (code.scrollWidth > code.clientWidth) code.tabIndex = 0;
   }
   for (const [i, nav] of document.querySelectorAll(".md-code__nav").entries()) {
     nav.setAttribute("aria-label", `Block of code ${i + 1}`);

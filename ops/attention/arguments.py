@@ -53,7 +53,7 @@ class AttentionArguments(BatchArguments):
 
     A query attends to a key if all of these conditions hold:
 
-    - The index j of the key is less than `key_lengths` [B], if that is given.
+    - The index j of the key is less than `key_lengths` [B] of the sequence, if that is given.
     - `mask` allows the key for the query's position p: "causal" (j <= p), "sliding_window" (p -
       window < j <= p), "chunked" (j <= p and j // window == p // window) or "none".
     - `attn_mask` [B or 1, Hq or 1, S or 1, K] allows it. K is at least the number of keys of a
@@ -87,8 +87,8 @@ class AttentionArguments(BatchArguments):
 
 
 def as_attention(a: Any, q: torch.Tensor, keys: torch.Tensor) -> AttentionArguments:
-    """Returns the attention of queries q [T, H, ..] to keys [P, S, ..]. All heads share the keys,
-    which are also the values."""
+    """Returns the arguments of `cache_attention` for queries q [T, H, ..] and keys [P, S, ..]. All
+    heads share the keys, which are also the values."""
     k = keys.unsqueeze(2)
     return AttentionArguments(q, k, k, **{name: getattr(a, name) for name in BATCH_NAMES})
 

@@ -135,7 +135,8 @@ def check_attention_values(op: str, a: AttentionArguments) -> None:
 
 
 def _check_pages(op: str, a: AttentionArguments, keys: int) -> None:
-    """Checks that every key that a query may attend to by its position is on a page of the pool."""
+    """Checks that each key that may be visible, according to the positions of the queries, is on a
+    page that exists."""
     batch, device = sequences(a), a.q.device
     used = torch.full((batch,), keys, device=device)
     if a.key_lengths is not None:

@@ -55,8 +55,9 @@ def token_positions(
 ) -> torch.Tensor:
     """Returns the position of each token, int64 [T].
 
-    This is `positions` [T], or [T / B] if all sequences share them. If positions is None, token i
-    of sequence b has the position cache_lengths[b] + i, or i if cache_lengths is None too.
+    The position of a token is given by `positions` [T], or by [T / B] if all sequences share the
+    positions. If positions is None, token i of sequence b has the position cache_lengths[b] + i, or
+    i if cache_lengths is None too.
     """
     if positions is not None:
         repeats = num_tokens // max(positions.shape[0], 1)

@@ -57,7 +57,7 @@ def attend_by_sequence(
         if a.attn_mask is not None:
             added = mask_numbers(a.attn_mask, b, num_places, q.dtype)
             seen = seen & (added != float("-inf"))
-        # Do not read keys that no query may attend to, because they may have any values.
+        # Do not read keys that no query attends to, because they may have any values, even NaN.
         used = seen.flatten(0, 1).any(0).nonzero().flatten()
         k, v = keys(b, used)
         added = None if added is None else added[..., used]
@@ -94,8 +94,8 @@ def attend(
     """Returns the attention [S, Hq, V] of q [S, Hq, D], k [K, Hkv, D] and v [K, Hkv, V], in q's
     dtype.
 
-    seen, added: [Hq or 1, S or 1, K], which keys are visible, and numbers that are added to the
-    logits.
+    seen: which keys are visible to each query, [Hq or 1, S or 1, K]. added: numbers that are added
+    to the logits, of the same form, or None.
     """
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     out = q.new_zeros((*q.shape[:2], v.shape[2]))

@@ -48,7 +48,7 @@ from tilewright.ops.runtime.program import (
 
 log = logging.getLogger("tilewright")
 
-# Kernels of one rank that failed in this process. Later calls do not try them again.
+# Kernels that need no other rank and that failed in this process. Later calls do not launch them.
 _failed: set[KernelSpec] = set()
 # Operands that stand for the ranks' shared memory as long as that memory does not exist.
 _SHARED = {"peers": Operand("i64"), "steps": Operand("i32"), "rank": 0}
@@ -173,7 +173,7 @@ def _together(group: str, step: Step) -> Any:
 
 
 def _kind(a: Any) -> str:
-    """Returns the properties of a kernel that its form (see `_through_peers`) does not have. The
+    """Returns the properties of a kernel that are not part of its form (see `_through_peers`). The
     properties are the same on all ranks, because they include no addresses of tensors."""
     weight = "none" if a.norm_weight is None else str(a.norm_weight.dtype)
     return f"norm {weight} {a.norm_eps} {a.norm_offset}"

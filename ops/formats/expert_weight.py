@@ -2,7 +2,8 @@
 
 format   weight                              scale
 dense    [E, N, K], the activation's dtype   none
-fp8      [E, N, K] float8_e4m3fn             fp32 [E, ceil(N/bn), ceil(K/bk)], block (bn, bk)
+fp8      [E, N, K] float8_e4m3fn             fp32, bf16, or e8m0 as uint8 [E, ceil(N/bn),
+                                             ceil(K/bk)], block (bn, bk)
 int4     [E, N, K/2] uint8                   float [E, ceil(N/bn), ceil(K/bk)]; value (code - 8) * s
 nvfp4    [E, N, K/2] uint8                   e4m3 [E, N, K/16], may be negative
 mxfp4    [E, N, K/2] uint8                   e8m0 as uint8 [E, N, K/32]
@@ -31,8 +32,7 @@ from tilewright.ops.checks import (
     holds,
     shape_text,
 )
-from tilewright.ops.formats import e8m0
-from tilewright.ops.formats.weight import StoredWeight, Weight
+from tilewright.ops.formats.weight import StoredWeight, Weight, scale_numbers
 from tilewright.ops.runtime.dtypes import torch_types
 
 
@@ -43,7 +43,7 @@ class ExpertWeight(StoredWeight):
     Attributes:
         data: The numbers, or the codes as `weight_format` stores them.
         expert_scale: One more factor for each expert, fp32 [E].
-        bias: [E, N].
+        bias: The bias of each expert, [E, N].
     """
 
     expert_scale: torch.Tensor | None = None
@@ -64,8 +64,7 @@ class ExpertWeight(StoredWeight):
         bias = None if self.bias is None else self.bias[index]
         if self.scale is None or self.format is None:
             return Weight(self.data[index], bias=bias)
-        scale = self.scale[index]
-        scale = scale.to(dtype) if scale.is_floating_point() else e8m0.scale_numbers(scale, dtype)
+        scale = scale_numbers(self.scale[index], dtype)
         if self.expert_scale is not None:
             scale = scale * self.expert_scale[index].to(dtype)
         zero, own = self.format.expert_zero, (self.weight_format, scale, self.block)

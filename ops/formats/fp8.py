@@ -39,7 +39,8 @@ def overflowing_cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def fits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Whether each number, rounded to nearest even, is in the range of an 8-bit float. Numbers up
     to half a step above the largest finite number are rounded down to it. The last bit of the
-    largest number decides where exactly half a step belongs. The result is True for NaN."""
+    largest number decides whether exactly half a step is rounded down, too. The result is True for
+    NaN."""
     if dtype == torch.float8_e4m3fn:
         return ~(values.abs() > 464.0)
     return ~(values.abs() >= 61440.0)

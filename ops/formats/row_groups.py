@@ -1,4 +1,5 @@
-"""Rows that are sorted by group, as grouped GEMMs expect them: the group of each row, and checks.
+"""Functions for rows that are sorted by group, as grouped GEMMs expect them. The functions check
+offsets, and return the group or the expert of each row.
 
 `group_ends` [G] are inclusive prefix sums of the group sizes (torch's `offs`). Group g has the rows
 [group_ends[g - 1], group_ends[g]). Rows from the last end on belong to no group. `expert_ids` [G]

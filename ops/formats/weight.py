@@ -118,14 +118,14 @@ class Weight(StoredWeight):
     scale + zero.
 
     - `scale` [ceil(N / bn), ceil(K / bk)] with scale_block = [bn, bk]: any float dtype; for nvfp4
-      also float8_e4m3fn, and for mxfp4 e8m0 as uint8. A block as large as the weight is one scale
-      for the whole tensor. For 4-bit codes, bk divides K.
+      also float8_e4m3fn; for fp8 also e8m0 as uint8, and for mxfp4 only that. A block as large as
+      the weight is one scale for the whole tensor. For 4-bit codes, bk divides K.
     - `zero`: the zero of a code is zero_point, plus `zero` if `zero` is given. `zero` has the shape
       of the scales, or consists of int32 words that hold the zeros of eight rows, [N / (8 bn), K /
       bk].
     - `nibble_order`: the place of each code in a word, as in `ops.formats.quantized_weight`; empty
       for ascending order.
-    - `bias`: [N] or [..., D].
+    - `bias`: the bias of the linear, [N] or [..., D].
     - `factor`: a float32 tensor with one element, by which the whole weight is multiplied. If it is
       None, the factor is 1.
     """

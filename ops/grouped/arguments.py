@@ -25,7 +25,7 @@ class GroupedMatmulArguments:
       GPU, the result is undefined for ends that torch refuses.
     - `expert_ids` int [G]: the expert of each group, -1 for a group without an expert. If it is
       None, group g has expert g, and G is at most E.
-    - `bias` [E, N].
+    - `bias` [E, N]: the bias of each expert.
     - `weight_format`, `scale_block`, `weight_scale`, `weight_expert_scale`: as in
       ops.formats.expert_weight.
     - `x_scale` fp32 [M, ceil(K/128)]: the scales of x, if x has float8_e4m3fn codes. The weights

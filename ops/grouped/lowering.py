@@ -107,7 +107,7 @@ def as_words(
     values: Mapping[str, Any], weight: WeightOperands, config: GemmConfig
 ) -> dict[str, Any]:
     """Returns a weight, its scales and the distance from gate to up in the form that a kernel with
-    these tiles reads. If the kernel reads codes as they are stored, this form is 32-bit words."""
+    these tile sizes reads. If the kernel reads codes as they are stored, it reads 32-bit words."""
     made = dict(values)
     if not isinstance(config, CodesConfig):
         return made

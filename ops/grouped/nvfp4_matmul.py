@@ -163,7 +163,7 @@ def unsupported(a: Nvfp4MatmulArguments) -> str | None:
     """Returns why the emitted kernel cannot compute a call; None if it can. Reads only metadata."""
     for name, steps in (("a", a.a.stride()[:-1]), ("b", a.b.stride()[:-1])):
         if any(step % TMA_BYTES for step in steps):
-            return f"{name}: strides {list(steps)} are not whole {TMA_BYTES} bytes"
+            return f"{name}: strides {list(steps)} are not multiples of {TMA_BYTES} bytes"
     return None
 
 
@@ -262,7 +262,7 @@ def _aligned(a: Nvfp4MatmulArguments) -> Nvfp4MatmulArguments:
 
 @dataclass(frozen=True)
 class Nvfp4Case:
-    """One case of the op.
+    """One case of `grouped_matmul_dynamic_scaled_nvfp4`.
 
     Attributes:
         name: The name of the case.

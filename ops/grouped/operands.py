@@ -30,7 +30,7 @@ def unsupported(a: GroupedMatmulArguments) -> str | None:
         return obstacle
     weight, stride = grouped_problem(a).weight, a.x.stride(0)
     if stride * a.x.element_size() % TMA_BYTES:
-        return f"x: rows {stride} elements apart are not multiples of {TMA_BYTES} bytes"
+        return f"x: the stride of rows, {stride} elements, is not a multiple of {TMA_BYTES} bytes"
     obstacle = scattered("weight", a.weight) or weight_obstacle("weight", weight)
     return obstacle or block_k_obstacle(weight)
 

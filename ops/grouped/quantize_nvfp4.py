@@ -144,7 +144,7 @@ def quantize_nvfp4_steps(
 
 @dataclass(frozen=True)
 class QuantizeCase:
-    """One case of the op.
+    """One case of `quantize_nvfp4`.
 
     Attributes:
         name: The name of the case.

@@ -122,7 +122,7 @@ def _projections(
 ) -> tuple[Values, dict[str, Any]]:
     """Returns two dicts: the tensors of q, k and v (base, weight and output), and the width, rank,
     factor and plane of s of each projection. For a projection without a result, the tensors are
-    None, its factor is 1, and the other numbers are 0."""
+    None, the factor is 1, and the other numbers are 0."""
     targets = outputs[0].split(list(a.widths), dim=1) if a.packed else outputs
     values: Values = {}
     parts: list[tuple[int, int, float, int]] = []

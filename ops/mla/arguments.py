@@ -92,9 +92,9 @@ class MlaPrefillArguments:
     - `kv_b_weight` [H * (N + V), L]: for each head, N rows of keys and V = v_dim rows of values. It
       has q's dtype, or is float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L / bk)] and
       scale_block = [bn, bk]. By default, a float8 weight is dequantised to q's dtype.
-    - `quantize_latent`: for a float8 weight, latents are quantised with a scale for each 1 x bk
-      block instead (ops/formats/fp8_block.py). If latent_scale_cap is not 0, it is the largest
-      amax.
+    - `quantize_latent`: whether latents are quantised too, with a scale for each 1 x bk block
+      (ops/formats/fp8_block.py). A float8 weight is then multiplied as codes. If latent_scale_cap
+      is not 0, an amax above it counts as latent_scale_cap.
     - `latent_scale` [Tk, ceil(L / bk)]: if it is given, `latent` already has such codes, made of
       normalised and rotated latents. This requires keys="given" and slots="none".
 
@@ -108,8 +108,8 @@ class MlaPrefillArguments:
 
     Queries and keys of each sequence:
 
-    - `row_offsets` [B + 1]: the queries of each sequence. Without it, each of num_sequences
-      sequences has the same number of queries.
+    - `row_offsets` [B + 1]: the index of the first query of each sequence, and T at the end. If it
+      is None, each of num_sequences sequences has the same number of queries.
     - `keys`, `key_offsets` [B + 1], `key_slots` [K], `lookup_table` [B, columns]: as in
       ops/mla/keys.py. Keys are read after the tokens of this call have been written. For
       keys="table", num_keys = key_offsets[B]. With keys="table" and slots="ragged", a sequence with
@@ -218,9 +218,11 @@ class MlaBranchArguments:
     - `cache_offsets` [B or B + 1] or [C, ..]: the position of the first key of each sequence in the
       chunk.
     - `buffer_length`: the number of rows of each chunk, as C integers; -1 for a chunk without keys.
-      `mla_prefill_plan` returns them. The chunks of a sequence are adjacent, begin at position 0
-      and have all its keys. Rows past the keys are not visible. If all lengths are less than 1,
-      nothing is written and the result is zeros.
+
+    `mla_prefill_plan` returns the last three arguments. The chunks of a sequence are adjacent,
+    begin at position 0 and have all its keys. Rows past the keys are not visible. If all lengths
+    are less than 1, nothing is written and the result is zeros.
+
     - `kv_b_proj` [H * (N + V), L] float8_e4m3fn, `kv_b_proj_scale` [ceil(rows / g), ceil(L / g)]
       float32, for blocks of granularity g = 128 or 64. V = v_dim.
     - `mask`, `window`, `attention_dtype`, `q_scale`, `k_scale`, `v_scale`: as in `mla_prefill`.
@@ -273,8 +275,8 @@ class MlaDecodeArguments(BatchArguments, _Width):
 
     - `q` [T, H, N + R]: the unrotated columns come first, and the other columns are rotated. The
       dtype is bf16, fp16, fp32 or fp64, and the last dimension is contiguous.
-    - `row_offsets` [B + 1]: the queries of each sequence. Without it, each of num_sequences
-      sequences has the same number of queries.
+    - `row_offsets` [B + 1]: the index of the first query of each sequence, and T at the end. If it
+      is None, each of num_sequences sequences has the same number of queries.
     - `latent` [P, S, L], `rope_keys` [P, S, R]: the cache, normalised and rotated, of q's dtype. It
       may have any strides, but the last dimension is contiguous.
     - `block_table` [B, columns]: key j of sequence b is latent[block_table[b, j // S], j % S]. If

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.formats import WEIGHT_FORMATS
 from tilewright.ops.checks import (
-    FLOAT_DTYPES,
     ArgumentError,
     check_operand,
     check_scale_block,
@@ -16,6 +16,7 @@ from tilewright.ops.checks import (
     shape_text,
 )
 from tilewright.ops.mla.arguments import FP8, UpArguments, widths
+from tilewright.ops.runtime.dtypes import torch_types
 
 
 def check_weight(op: str, a: UpArguments) -> Any:
@@ -65,4 +66,5 @@ def _check_weight_scale(op: str, a: UpArguments) -> None:
     rows, rank = a.kv_b_weight.shape
     grid = (-(-rows // block[0]), -(-rank // block[1]))
     letters = f"per {block[0]} x {block[1]} block"
-    check_operand(op, "kv_b_scale", a.kv_b_scale, letters, grid, FLOAT_DTYPES, a.q.device)
+    dtypes = torch_types(WEIGHT_FORMATS["fp8"].scales)
+    check_operand(op, "kv_b_scale", a.kv_b_scale, letters, grid, dtypes, a.q.device)

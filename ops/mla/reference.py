@@ -12,6 +12,7 @@ from tilewright.ops.checks import given
 from tilewright.ops.contract import rounded_once
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.fp8 import saturating_cast
+from tilewright.ops.formats.weight import scale_numbers
 from tilewright.ops.mla.arguments import (
     FP8,
     MlaDecodeArguments,
@@ -84,7 +85,7 @@ def _queries(a: MlaPrefillArguments, positions: torch.Tensor) -> torch.Tensor:
 
 
 def up_weight(a: MlaPrefillArguments, compute: torch.dtype) -> torch.Tensor:
-    """Returns kv_b_weight, dequantised. If latents are not quantised, it is rounded to q's
+    """Returns kv_b_weight, dequantised. If latents are not quantised, the weight is rounded to q's
     dtype."""
     numbers = _numbers(a, compute)
     if a.quantize_latent or a.latent_scale is not None or a.kv_b_scale is None:
@@ -97,7 +98,8 @@ def _numbers(a: UpArguments, compute: torch.dtype) -> torch.Tensor:
     if a.kv_b_scale is None:
         return a.kv_b_weight.to(compute)
     block = (a.scale_block[0], a.scale_block[1])
-    return fp8_block.dequantize(a.kv_b_weight, a.kv_b_scale, block, compute)
+    scale = scale_numbers(a.kv_b_scale, torch.promote_types(compute, torch.float32))
+    return fp8_block.dequantize(a.kv_b_weight, scale, block, compute)
 
 
 def _key_latents(

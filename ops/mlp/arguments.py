@@ -26,7 +26,7 @@ class LinearActivationArguments:
     """The arguments of `linear_activation`, for T tokens, K columns of x, and N rows of each
     weight.
 
-    - `x` [T, K].
+    - `x` [T, K]: the input.
     - `weight` [N, K], `up_weight` [N, K] or None. If up_weight is given, `weight` is the weight of
       the gate. Weights may have any strides, so that a joint weight, concatenated or interleaved,
       can be passed as two views of one tensor.
@@ -87,7 +87,7 @@ class LinearActivationArguments:
 class LinearResidualArguments:
     """The arguments of `linear_residual`, for T tokens, K columns of x, and N rows of the weight.
 
-    - `x` [T, K].
+    - `x` [T, K]: the input.
     - `weight` [N, K], with any strides.
     - `residual` [T, N] of x's dtype.
     - `bias` [N], of x's dtype or float32.
@@ -158,7 +158,7 @@ class ScaledLinearArguments:
 class RoundRowsArguments:
     """The arguments of `round_rows`, for T tokens and K columns.
 
-    - `x` [T, K].
+    - `x` [T, K]: the input.
     - `up` [T, K] of x's dtype. If it is given, the numbers that are rounded are activation(x) * up.
     - `activation`: "" for none, or one of ops.reference.activation.ACTIVATIONS.
     - `rms_norm`, `norm_weight`, `norm_eps`, `norm_offset`: a RowNorm of the numbers.

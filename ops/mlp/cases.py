@@ -56,7 +56,8 @@ _TABLE: dict[str, Any] = {
 }
 _OFFSET: dict[str, Any] = {"weight_format": "int4_k_offset", "words": torch.uint8,
                            "zeros": "float", "zero_point": 8}  # fmt: skip
-# More tokens than the streaming kernels compute, and rows and columns that do not fill a tile.
+# The sizes of a case with more tokens than the streaming kernels compute, and with numbers of rows
+# and columns that do not fill a tile.
 _MOST: dict[str, Any] = {"num_tokens": 140, "k": 288, "n": 136}
 _AWQ: dict[str, Any] = {"weight_format": "int4_n", "zeros": "packed", "nibble_order": AWQ_ORDER}
 # Formats as checkpoints store them, and each format for which a kernel has separate code.

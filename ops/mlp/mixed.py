@@ -37,7 +37,7 @@ from tilewright.ops.runtime.norms import without_norm
 from tilewright.ops.runtime.operands import tma_reaches
 from tilewright.ops.runtime.program import Buffer, SplitK, Step
 
-#: The names in the kernel of the tensors of a second weight.
+#: The names of the kernel's parameters for the tensors of a second weight.
 UP_TENSORS = ("up_weight", "up_scale", "up_zero", "up_factor", "up_bias")
 
 
@@ -63,7 +63,7 @@ def decoding_obstacle(a: LinearArguments, target: Target) -> str | None:
         if weight is not None:
             found[weight.named("data")] = fills_words(weight.data) and _is_reached(weight.data)
     far = [name for name, is_reached in found.items() if not is_reached]
-    return f"the rows of {far[0]} are not multiples of {ALIGNMENT} bytes" if far else None
+    return f"the strides of {far[0]} are not multiples of {ALIGNMENT} bytes" if far else None
 
 
 def quantization_of_call(a: LinearArguments) -> Quantization:

@@ -56,7 +56,7 @@ def _far(weight: Weight) -> str | None:
     """Returns why a kernel cannot address the columns of a weight; None if it can."""
     if weight.data.stride(1) * weight.data.shape[1] <= INT32_MAX:
         return None
-    return f"{weight.named('data')}: offsets of columns exceed 32 bits"
+    return f"{weight.named('data')}: the offsets of columns do not fit into 32 bits"
 
 
 def _scattered(weight: Weight) -> str | None:

@@ -29,7 +29,7 @@ ERROR_MODEL = (
     "Norm and activation are computed in fp32 and rounded once to x's dtype; all later steps give "
     "the same bits as the graph. If the kernel rounds a number differently, the number may cross "
     "the middle between two codes and get the other code. The error is then an eighth of the "
-    "number, or 2^-9 of its scale."
+    "number, or 2^-9 times its scale."
 )
 _ONE_CODE = {"relative": 2.0**-3 + 2.0**-7}
 TOLERANCES = {

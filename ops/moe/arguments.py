@@ -22,12 +22,13 @@ class FusedMoeArguments:
     """The arguments of `fused_moe`, for T tokens, H hidden columns, S slots (top-k), E experts and
     I inner columns.
 
-    - `x` [T, H].
-    - `expert_ids` int [T, S], `expert_weights` float [T, S].
+    - `x` [T, H]: the input.
+    - `expert_ids` int [T, S], `expert_weights` float [T, S]: the experts of each token, and the
+      weights of their results.
     - `gate_weight`, `up_weight` [E, I, H], `down_weight` [E, H, I]. If up_weight is None, the
       activation is not gated. Weights may have any strides, so that a joint weight, concatenated or
       interleaved, transposed or not, can be passed as two views of one tensor.
-    - `gate_bias`, `up_bias` [E, I], `down_bias` [E, H].
+    - `gate_bias`, `up_bias` [E, I], `down_bias` [E, H]: the biases.
     - `activation`: one of ACTIVATIONS.
     - `alpha`: a parameter of the activation clamped_swiglu.
     - `limit`: if it is not 0, the gate is clamped to at most limit, and the up projection to

@@ -68,7 +68,7 @@ from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Ste
 SCRATCH_ALIGNMENT = 256
 QUANTIZE = QuantizeConfig()
 
-# The kernels of a call with their constants. The key says what the kernel does, such as "sort".
+# The kernels of a call with their constants. The keys are names such as "combine".
 Kernels = dict[str, tuple[Kernel, Statics]]
 # The parts of a call's scratch memory, by name.
 Memory = dict[str, torch.Tensor]

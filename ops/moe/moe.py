@@ -92,9 +92,8 @@ def reference(a: FusedMoeArguments) -> torch.Tensor:
 
     e = expert_ids[t, s] is the expert of the slot. Without up_weight, h = activation(gate). With
     weight_on_input, x[t] is multiplied by expert_weights[t, s], and y is not. Quantised weights are
-    dequantised first. With
-    activation_format "fp8", x and h are quantised and dequantised again. A slot with expert -1 adds
-    nothing.
+    dequantised first. With activation_format "fp8", x and h are quantised and dequantised again. A
+    slot with expert -1 adds nothing.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     num_tokens, num_slots = a.expert_ids.shape

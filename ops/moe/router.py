@@ -60,14 +60,14 @@ class MoeRouterArguments:
     """The arguments of `moe_router`, for T tokens, K columns, E experts, S slots (top-k) and G
     groups.
 
-    - `x` [T, K].
-    - `weight` [E, K], with any strides. If it is None, x has the logits [T, E].
-    - `num_slots`: S.
+    - `x` [T, K]: the input, or the logits [T, E] if there is no weight.
+    - `weight` [E, K] or None, with any strides.
+    - `num_slots`: the number of experts of each token, S.
     - `bias` [E]: added to the logits.
     - `scores`: one of SCORES. "softmax_of_chosen" chooses by logits, and computes the softmax over
       the chosen experts only.
     - `correction` [E]: added to the scores for the choice, but not for the weights.
-    - `num_groups`: G. The E experts form G consecutive groups of equal size.
+    - `num_groups`: the number of groups, G. The E experts form G consecutive groups of equal size.
     - `top_groups`, `group_top`: the choice is limited to top_groups groups. These are the groups
       for which the sum of the group_top (1 or 2) largest numbers of the group is largest.
     - `normalise`: whether the weights of a token are divided by their sum + norm_eps, or by

@@ -58,7 +58,8 @@ def moe_router_steps(
     if library:
         logits = yield from _library_logits(a.x, a.weight)
         yield _choose(problem, config, target, values | {"logits": logits}, strides)
-        return Outcome(results, "library GEMM, choice kernel", "fp32 numbers of many tokens")
+        reason = "there are many tokens, and x is float32"
+        return Outcome(results, "library GEMM, choice kernel", reason)
     tiles, row = expert_tiles(problem, config), expert_tiles(problem, config) * config.block_e
     part = config.splits * config.block_t * row
     workspace, counters = yield SplitK(cdiv(num_tokens, config.block_t), part)

@@ -65,8 +65,8 @@ class FusedQkvArguments:
     - `q_norm_weight`, `q_norm_bias`: a HeadNorm of q. `k_norm_weight`, `k_norm_bias`: a HeadNorm of
       k. The two norms share all other fields.
     - `v_norm`: whether v is normalised too, without a weight. It cannot be combined with gates.
-    - `cos`, `sin` [T_rope, R] or [T_rope, R / 2] with R = rotary_dim. `rope_style` is as in
-      `apply_rope`.
+    - `cos`, `sin` [T_rope, R] or [T_rope, R / 2] with R = rotary_dim: the tables of the rotation.
+      `apply_rope` explains them and `rope_style`.
 
     The cache:
 

@@ -97,9 +97,9 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
 
     Quantised inputs are dequantised first. With input_layer_norm, x - mean(x) replaces x and
     input_norm_bias is added to y. A step whose arguments are None is omitted. Without v_norm, v is
-    not normalised. Without a norm of x, y = x.
-    With norm_after_rope, norm(rope(...)) replaces rope(norm(...)). With cache_scale_multiplies,
-    values are multiplied by the scales. Each number is rounded once, when it is stored.
+    not normalised. Without a norm of x, y = x. With norm_after_rope, norm(rope(...)) replaces
+    rope(norm(...)). With cache_scale_multiplies, values are multiplied by the scales. Each number
+    is rounded once, when it is stored.
     """
     x = _input(a)
     made = _project(a, x, a.q_projection, 0)

@@ -1,9 +1,9 @@
 """`fused_qkv_matmul_kv_cache_paged_ragged`: Modular MAX's op of that name, on the kernels of
 `fused_qkv_paged`.
 
-The projection is rounded once, to the dtype of the result or of the cache. MAX rounds it to its
-output dtype first and adds the bias in that dtype, which rounds twice. MAX truncates GPTQ scales to
-bf16; here they stay fp16. As in MAX, there is no rope and no norm.
+The projection is rounded once, to the dtype of the result or of the cache. MAX first rounds the
+product to the output dtype, and then adds the bias in that dtype, which rounds twice. MAX truncates
+GPTQ scales to bf16; here they stay fp16. As in MAX, there is no rope and no norm.
 """
 
 from __future__ import annotations

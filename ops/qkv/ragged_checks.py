@@ -79,7 +79,7 @@ def _check_weight(a: RaggedQkvArguments) -> None:
         expected = f"more than the {total - q_dim} rows that K and V of blocks take"
         raise ArgumentError(NAME, "weight", expected, f"{total} rows")
     if a.blocks.shape[1] == 2 and not holds(q_dim % (heads * head_dim) == 0):
-        expected = f"q_dim a multiple of heads * head_dim = {heads * head_dim}"
+        expected = f"a q_dim that is a multiple of heads * head_dim = {heads * head_dim}"
         raise ArgumentError(NAME, "weight", expected, f"q_dim {q_dim} ({total} rows)")
     if a.group_size:
         _check_gptq(a, q_dim)
@@ -144,7 +144,7 @@ def _check_gptq(a: RaggedQkvArguments, q_dim: Any) -> None:
         raise ArgumentError(NAME, "hidden_state", "no codes, since group_size is given", actual)
     check_absent(NAME, a, SCALES, "group_size is given")
     if a.group_size < 1 or not holds(hidden % a.group_size == 0) or not holds(hidden % 8 == 0):
-        expected = f"a group that divides K = {hidden}, itself a multiple of 8"
+        expected = f"a group that divides K = {hidden}, and a K that is a multiple of 8"
         raise ArgumentError(NAME, "group_size", expected, a.group_size)
     if not (holds(q_dim % 8 == 0) and holds(rows % 8 == 0)):
         expected = "q_dim and N that are multiples of 8, since group_size is given"

@@ -42,8 +42,9 @@ class AttentionCase(CodedCase, PagedBatch):
         x_scale: "none", "tensor", "token" or "block". It is used if x has codes.
         cache_dtype: The dtype of the cache; None for `dtype`.
         cache_scale: "none", "scalar" [], "one" [1] or "head" [Hkv].
-        input_norm: "", "rms", "weightless", "layer" (with a bias), "layer_unbiased" or
-            "layer_bare".
+        input_norm: The kind of norm of x: "rms", "weightless" (an RMS norm without a weight),
+            "layer" (with a weight and a bias), "layer_unbiased" (with a weight), "layer_bare"
+            (without both), or "" for none.
 
     new_tokens and cached_tokens are used if `slots` is "block_table" or "ragged".
     """

@@ -124,7 +124,7 @@ class RowNorm(ArgumentGroup):
             since = f"None, since {self.named('layer_norm')} is False"
             raise ArgumentError(op, self.named("norm_bias"), since, "a tensor")
         if self.layer_norm and self.rms_norm:
-            expected = f"False, since {self.named('rms_norm')} is"
+            expected = f"False, since {self.named('rms_norm')} is True"
             raise ArgumentError(op, self.named("layer_norm"), expected, True)
         self._check_vector(op, x, "norm_bias", self.norm_bias, letters, size)
 

@@ -45,7 +45,7 @@ class Rope(ArgumentGroup):
         *,
         by_position: bool = False,
     ) -> None:
-        """Checks that the four fields agree. The tables must have `dtype` or float32. Raises
+        """Checks that the fields fit each other. The tables must have `dtype` or float32. Raises
         ArgumentError. by_position: whether the tables have a row for each position, and may have
         any strides."""
         cos, sin, rotary_dim, rope_style = self.cos, self.sin, self.rotary_dim, self.rope_style
@@ -86,7 +86,7 @@ class RopeTables(ArgumentGroup):
 
     - `cos`, `sin` [T_rope, R] or [T_rope, R / 2]: the tables. `apply_rope` explains their rows and
       the styles.
-    - `rope_by_position`: whether the position of a token is its row in the tables. The tables may
+    - `rope_by_position`: whether a token at position p uses row p of the tables. The tables may
       then have any strides.
     """
 

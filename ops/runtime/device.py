@@ -19,9 +19,9 @@ def device_target(device: torch.device) -> Target | None:
 
 
 def emits_for(device: torch.device) -> bool:
-    """Whether kernels are emitted for a device. This is so for a CUDA device that has a target.
-    Without a GPU, tensors on a CUDA device are fake tensors of a graph that is planned but not
-    run."""
+    """Whether kernels are emitted for a device. This is so for a CUDA device that has a target. It
+    is also so for any CUDA device on a machine without a GPU: tensors on such a device are fake
+    tensors of a graph that is planned but not run."""
     if device.type != "cuda":
         return False
     return not torch.cuda.is_available() or device_target(device) is not None
@@ -38,7 +38,7 @@ def target_at(device: torch.device, planned: Target | None) -> Target | None:
 @cache
 def target_of(device: torch.device) -> Target:
     """Returns the target of a CUDA device. For a chip that has no target, returns the target of
-    SM90 without its features."""
+    SM90 without the features of SM90."""
     target = device_target(device)
     if target is not None:
         return target

@@ -27,7 +27,7 @@ def launch(
         values: Tensors (None for an absent tensor) and numbers by name. Names that the kernel does
             not have are ignored, and the kernel's `launch_strides` are read from the tensors. An
             Operand is a placeholder for a tensor that is put into the launch later. A number that
-            is None is a constant.
+            is None becomes a constant of the kernel.
         records, constants: As in `Kernel.spec`.
 
     Raises KeyError if a tensor or a number is missing, and ValueError in the same cases as

@@ -196,8 +196,8 @@ class Program:
 
 
 def drive(steps: Steps, machine: Machine, *, keep: bool | None = None) -> Program:
-    """Performs the steps of a call. If a step raises an exception, it is raised inside the
-    generator at its yield, so that the generator can compute the call in another way.
+    """Performs the steps of a call. If a step raises an exception, the exception is raised inside
+    the generator, where it yields the step, so that it can compute the call in another way.
 
     keep: whether the program keeps the steps. If it is None, the program keeps the steps while the
     call is repeatable. If the call is not repeatable, the memory of its steps can be freed.

@@ -72,8 +72,9 @@ class _Memory:
         self._known.setdefault(_storage(tensor), []).append(place)
 
     def _find(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Returns (part, offset in bytes) of a tensor. They follow from the last known tensor that
-        begins at or before it. Raises _NotOurs if there is none."""
+        """Returns (part, offset in bytes) of a tensor. Both follow from the known tensor with the
+        highest address that is not above the tensor's own address. Raises _NotOurs if there is no
+        such tensor."""
         address, known = tensor.data_ptr(), self._known.get(_storage(tensor), ())
         begun = [place for place in known if place[0] <= address]
         if not begun:
@@ -110,8 +111,8 @@ class _Memory:
         return part, offset
 
     def result(self, tensor: torch.Tensor) -> int:
-        """Returns the part of a result. Raises _NotOurs if no step uses it, or if it does not fill
-        its storage like a new tensor of its shape."""
+        """Returns the part of a result. Raises _NotOurs if no step uses the result, or if the
+        result does not fill its storage like a new tensor of its shape."""
         if not tensor.numel():
             self.made[self.count] = Buffer.like(tensor)
             self.count += 1

@@ -44,7 +44,7 @@ _ROWS_OF_BLOCKS = 4
 # this number.
 _COLUMNS_OF_BLOCKS = 4
 # The dtypes of scales that a kernel converts to float32. PyTorch converts all other dtypes.
-_WIDENED = (*HALVES, torch.float32)
+_WIDENED = (*HALVES, torch.float32, torch.uint8)
 
 
 @dataclass(frozen=True)

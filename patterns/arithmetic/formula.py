@@ -241,7 +241,8 @@ def reduction(
     """Matches a reduction `op` over runs of numbers along the last dimension.
 
     operand: a formula that matches the input. The formula gets a view of the input in which each
-    number of a run has the index of the run's result. width: the name of the length of a run.
+        number of a run has the index of the run's result.
+    width: the name of the length of a run.
     holds: one more condition on the value.
     """
     name = f"aten.{op}"

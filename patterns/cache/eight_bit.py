@@ -33,7 +33,7 @@ class Written:
     """The values that a write stores, before they are scaled and rounded to the cache's dtype.
 
     Attributes:
-        view: The values.
+        view: The values before they are scaled and rounded.
         scale: A number, or a view that has the shape of `view` and repeats along the dimensions in
             which the scale does not vary.
         multiplies: Whether values are multiplied by the scale. If not, they are divided by it.

@@ -1,1 +1,1 @@
-"""Patterns around collectives."""
+"""Pattern `all_reduce_residual_norm`."""

@@ -21,7 +21,7 @@ class RankSum:
 
     Attributes:
         part: The part of this rank.
-        residual: The residual.
+        residual: The tensor that is added to the sum over ranks.
         group: The name of the process group.
         num_ranks: The number of ranks in the process group.
         end: The sum with the residual.

@@ -5,7 +5,7 @@ per head.
     o_latent = attention([q_latent, q_rope], [latents, rope_keys], latents)
     out      = o_latent @ W_UV[h]^T          [T, H, V], W_UV[h] [V, L]
 
-Dimension letters: as in `patterns/mla/keys.py`; S queries of each sequence.
+Dimension letters are explained in `patterns/mla/keys.py`. Each sequence has S queries.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _REACH = 48
 class PerHead:
     """A product with a weight for each head: x [tokens..., H, K] @ weight[h] [K, F].
 
-    value: the result of the product. result: the names of the result's dimensions, which include
-    `heads` and `feature`. x: the operand x, with the names of its dimensions, which include `heads`
-    and `hidden`. weight: [H, K, F].
+    value: the result of the product.
+    result: the names of the result's dimensions, which include `heads` and `feature`.
+    x: the operand x, with the names of its dimensions, which include `heads` and `hidden`.
+    weight: [H, K, F].
     """
 
     value: Value
@@ -45,7 +46,7 @@ class PerHead:
 
     @property
     def sizes(self) -> tuple[Size, Size, Size]:
-        """H, K and F."""
+        """The number H of heads, the summed width K, and the width F of the result's heads."""
         heads, hidden, features = self.weight.shape
         return heads, hidden, features
 

@@ -20,7 +20,7 @@ import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.equality import equal_values
-from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError, Size
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.projection.rows import Rows, heads_of
@@ -263,7 +263,7 @@ def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
         reject(
             "SCALE_BLOCK", Stage.GUARDS, f"a latent of {rank} columns has {groups} scales", k.value
         )
-    weight_scale = finer(found["q_scale"], columns // block if columns < rank else rank // block)
+    repeats = columns // block if columns < rank else rank // block
     layout = effects.compose(keys.effect, k.layout)
     lead = (
         layout.dims[:2]
@@ -276,7 +276,7 @@ def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
     scale = k.x_scale.through(Effect((batch, tokens, last), (first, 0)))
     return {
         "latent_scale": finer(scale, width // block if groups > 1 else rank // block),
-        "kv_b_scale": weight_scale,
+        "kv_b_scale": _finer_stored(found["q_scale"], repeats),
         "scale_block": [rows, block],
     }
 
@@ -286,6 +286,14 @@ def finer(scale: View, repeats: int) -> View:
     *lead, last = scale.effect.dims
     dim = effects.coalesce((*last, Atom(None, 0, repeats)))
     return scale.with_dims(*lead, dim)
+
+
+def _finer_stored(scale: View | Computed, repeats: int) -> View | Computed:
+    """Returns the same for a scale of a weight, which may be read in another dtype."""
+    if isinstance(scale, View):
+        return finer(scale, repeats)
+    stored, *given = scale.operands
+    return replace(scale, operands=(finer(stored, repeats), *given))
 
 
 # --- the columns of K -----------------------------------------------------------------------------

@@ -7,8 +7,8 @@ up-projection.
 
 Latents and rope keys are columns of one cache or of two caches. A cache is stored sequence by
 sequence, or in pages that a block table lists. The graph multiplies the query by latents and rope
-keys in one product, or in two. Dimension letters: as in `patterns/mla/keys.py`; S queries of each
-sequence, T = B * S.
+keys in one product, or in two. Dimension letters are explained in `patterns/mla/keys.py`. Each
+sequence has S queries, and T = B * S.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from tilewright.patterns.mla.absorbed import (
 )
 from tilewright.patterns.mla.keys import assembled
 from tilewright.patterns.mla.up_weight import weight_arguments
+from tilewright.patterns.quantised.words import holds_codes
 from tilewright.patterns.recognise.attention import Attention, match_attention, refuse
 from tilewright.patterns.recognise.dtypes import FLOATS, check_dtypes, dtype_name
 from tilewright.patterns.recognise.gemm import piece_of
@@ -105,8 +106,8 @@ class Columns:
     q_rope [B, S, H, R], latents [B, K, L] and rope_keys [B, K, R].
 
     factor: the number that multiplies the products of queries and keys to give the logits.
-    absorbed: the values between q_latent and the attention. scratch: the writes to memory that the
-    graph itself allocates.
+    absorbed: the values between q_latent and the attention.
+    scratch: the writes to memory that the graph itself allocates.
     """
 
     q_latent: View
@@ -247,9 +248,18 @@ def _facts(attention: Attention, columns: Columns, arguments: dict[str, Any]) ->
         "keys": size_fact(columns.latents.shape[1]),
         **({"page": size_fact(latents.shape[1])} if "block_table" in arguments else {}),
         "mask": mask_fact(arguments),
-        "weight": "fp8" if "kv_b_scale" in arguments else "dense",
+        "weight": _weight_fact(arguments),
         "q": dtype_name(columns.latents.value.dtype),
     }
+
+
+def _weight_fact(arguments: dict[str, Any]) -> str:
+    """Returns how the op gets the weight. "decoded" means that the graph decodes it in each call,
+    because the op takes no such codes."""
+    if "kv_b_scale" in arguments:
+        return "fp8"
+    weight = arguments["kv_b_weight"]
+    return "decoded" if isinstance(weight, View) and holds_codes(weight.value) else "dense"
 
 
 def _nope(arguments: dict[str, Any]) -> Size:

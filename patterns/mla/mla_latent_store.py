@@ -87,7 +87,7 @@ class Part:
     """A latent or a rope key that the graph writes to the cache.
 
     Attributes:
-        write: The write.
+        write: The write of this part to the cache.
         place: The address of the write in the cache.
         heads: The projection that computes the written values; None if the match absorbs no value
             between the projection and the cache.

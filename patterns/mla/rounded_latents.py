@@ -7,7 +7,7 @@ up-projection.
 
 For few queries, `mla_decode` reads the latents, and rounds only the latents that a query attends
 to. For more queries, the graph rounds the latents, and `mla_prefill` takes the codes. Dimension
-letters: as in `patterns/mla/keys.py`.
+letters are explained in `patterns/mla/keys.py`.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Sum:
     """The sum `residual + scale * linear`, or `residual + scale * norm(linear)`.
 
     Attributes:
-        linear: The linear.
+        linear: The linear whose result is added.
         residual: The tensor that is added to the linear's result.
         scale: The number that multiplies the linear's result.
         norm: The norm of the linear's result, or None.

@@ -118,7 +118,7 @@ def _contracted(product: Value, value: Value, last: tuple[Any, Any]) -> View | N
     """Returns the weights [T, S] if a product computes einsum("ts, tsh -> th", weights, value),
     however it is written; else None.
 
-    last: (S, H).
+    last: the sizes (S, H) of the result's last two dimensions in `value`.
     """
     found = named_product(product)
     if found is None or not found.names_differ:

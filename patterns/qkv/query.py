@@ -77,9 +77,10 @@ def find_query(
     """Returns the query that belongs to K and V. Raises Reject (Q_PATH) if there is no such query,
     or more than one.
 
-    store: the write of K. inside: the values that the match absorbs for K and V. place: where the
-    op will be inserted, in program order; a query must not depend on values that are computed after
-    this place.
+    store: the write of K.
+    inside: the values that the match absorbs for K and V.
+    place: where the op will be inserted, in program order; a query must not depend on values that
+        are computed after this place.
     """
     if k.rope is not None:
         rope_table(k, k.rope.cos), rope_table(k, k.rope.sin)

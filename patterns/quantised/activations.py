@@ -110,8 +110,8 @@ def before_quantisation(gemm: ExpertGemm) -> tuple[ExpertGemm, bool]:
 def check_formats(
     hidden_coded: bool, rows_coded: bool, x: View, hidden: View, layer: dict[str, Any]
 ) -> None:
-    """Raises Reject (ACTIVATION_FORMAT) for combinations that the op does not quantise. layer: the
-    op's arguments for the weights."""
+    """Raises Reject (ACTIVATION_FORMAT) for combinations of formats that the op does not support.
+    layer: the op's arguments for the weights."""
     if not (hidden_coded and rows_coded):
         which = "the activation's result" if hidden_coded else "the tokens"
         refuse_format(x, f"are quantised for one of the two GEMMs only: {which}")
@@ -165,8 +165,8 @@ _ROWS = _to("floats", _ENCODED) * _BLOCK_SCALE.named("scale")
 
 
 def _taken(found: Found) -> QuantisedRows | None:
-    """Returns the rows if they are quantised as the op does it: in the op's blocks, and without
-    rounding a scale or a quotient. Returns None otherwise."""
+    """Returns the rows if they are quantised as the op quantises them: in the op's blocks, and
+    without rounding a scale or a quotient. Returns None otherwise."""
     least = [found.bound.get(name, 0.0) for name in ("least", "least_scale")]
     if found.bound["block"] != BLOCK or not max(least) <= LARGEST_BOUND:
         return None

@@ -6,10 +6,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tilewright.patterns import effects
-from tilewright.patterns.effects import Atom, Dim, InexpressibleError, Size
+from tilewright.patterns.dataflow import View
+from tilewright.patterns.effects import Atom, Dim, Effect, InexpressibleError, Size
 
 #: The numbers of (rows, columns) that share a scale. None means all rows, or all columns.
 Block = tuple[int | None, int | None]
+
+
+def with_whole_blocks(scale: View) -> View:
+    """Returns repeated scales before the graph cut off those that the last block of a weight does
+    not use. Returns `scale` itself if the graph cut off nothing, or something else.
+
+        scale.repeat_interleave(128, 0)[:192]   ⇒   the 256 rows before the slice
+    """
+    value = scale.value
+    selection = value.kwargs.get("selection") if value.op.startswith("opaque:") else None
+    if not isinstance(selection, Effect) or any(selection.start) or any(scale.effect.start):
+        return scale
+    (base,) = value.operands
+    longer = [_longer(dim, value.shape, selection, base.shape) for dim in scale.effect.dims]
+    if any(dim is None for dim in longer):
+        return scale
+    dims = tuple(dim for dim in longer if dim is not None)
+    return base.through(Effect(dims, (0,) * len(base.shape)))
+
+
+def _longer(dim: Dim, cut: Sequence[Size], selection: Effect, whole: Sequence[Size]) -> Dim | None:
+    """Returns a dimension on the axes of a tensor, for a dimension on the axes of the first
+    elements of that tensor. Returns None if the dimension does not take whole axes.
+
+    cut, whole: the sizes before and after.
+    """
+    found = []
+    for atom in dim:
+        if atom.axis is None:
+            found.append(atom)
+            continue
+        axes = selection.dims[atom.axis]
+        if (atom.step, atom.length) != (1, cut[atom.axis]) or len(axes) != 1 or axes[0].step != 1:
+            return None
+        axis = axes[0].axis
+        found.append(atom if axis is None else Atom(axis, 1, whole[axis]))
+    return tuple(found)
 
 
 def block_of(dims: Sequence[Dim]) -> Block:

@@ -50,8 +50,8 @@ _EXPERTS = {name for name, form in WEIGHT_FORMATS.items() if form.expert_scales}
 # The formats of experts, and the formats of linears whose codes are not themselves the numbers of
 # the weight.
 _CODED = {n: form for n, form in WEIGHT_FORMATS.items() if form.expert_scales or form.number}
-# The formats in which scales are stored, for the formats whose scales are not plain numbers.
-_STORED_SCALES: dict[tuple[str, ...], str] = {("fp8e4nv",): "e4m3", ("u8",): "e8m0"}
+# The kinds of scales that are not plain numbers, by their dtypes.
+_STORED_SCALES = {"fp8e4nv": "e4m3", "u8": "e8m0"}
 
 
 def _all_numbers(form: WeightFormat) -> torch.Tensor:
@@ -261,9 +261,9 @@ def _format_of(decoded: str, scales: str | None) -> str | None:
     """Returns the format that has these codes and this kind of scale, or None. scales: None if the
     weight has no scale."""
     for name, form in _CODED.items():
-        kind = _STORED_SCALES.get(form.expert_scales, "float")
+        kinds = {_STORED_SCALES.get(dtype, "float") for dtype in form.expert_scales or ("fp32",)}
         same = multiple(_NUMBERS[name], _NUMBERS[decoded]) == 1
-        if same and (scales == kind or (scales is None and kind == "float")):
+        if same and (scales or "float") in kinds:
             return name
     return None
 

@@ -18,7 +18,7 @@ import torch
 from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Effect
-from tilewright.patterns.quantised.byte_functions import byte_function
+from tilewright.patterns.quantised.byte_functions import ByteFunction, byte_function
 from tilewright.patterns.quantised.words import follow
 
 Code = TypeVar("Code")
@@ -40,7 +40,7 @@ class Factor:
     """A factor of a decoded weight, with one number for each element.
 
     Attributes:
-        view: The factor.
+        view: The view of the factor.
         kind: "times" (multiply), "over" (divide), "exponent" (multiply by two to this power), or
             "nan_where" (a condition under which the product is NaN).
         casts: The casts that the graph applies to the factor.
@@ -143,7 +143,7 @@ class BlockScale:
     """The only factor of a product that varies within an expert.
 
     Attributes:
-        view: The factor.
+        view: The view of the factor.
         kind: "e4m3", "e8m0" or "float".
         steps: The steps that are applied to the view.
         unsigned: Whether the graph removes the sign of e4m3.
@@ -269,15 +269,31 @@ def _stored_scale(view: View, kind: str) -> tuple[BlockScale, float] | None:
     found = byte_function(view) if kind in ("times", "exponent") else None
     if found is None:
         return None
-    exponent = kind == "exponent" and torch.equal(found.table, _BYTES - 127)
-    if exponent or (kind == "times" and torch.equal(found.table[1:255], _E8M0[1:255])):
-        return BlockScale(found.leaf, "e8m0", _stored_as(found.leaf, torch.uint8)), 1.0
+    if kind == "exponent" and torch.equal(found.table, _BYTES - 127):
+        return _exponents(found.leaf), 1.0
+    if kind == "times" and _are_powers(found):
+        return _exponents(found.leaf), 1.0
     for unsigned in (False, True) if kind == "times" else ():
         unit = multiple(found.table, E4M3.abs() if unsigned else E4M3)
         if unit is not None:
             steps = _stored_as(found.leaf, torch.float8_e4m3fn)
             return BlockScale(found.leaf, "e4m3", steps, unsigned), unit
     return None
+
+
+def stored_exponents(scale: View) -> BlockScale | None:
+    """Returns the e8m0 bytes of which a scale is the power of two; else None. The first and last
+    byte have the meaning of e8m0."""
+    found = byte_function(scale)
+    return None if found is None or not _are_powers(found) else _exponents(found.leaf)
+
+
+def _are_powers(found: ByteFunction) -> bool:
+    return torch.equal(found.table[1:255], _E8M0[1:255])
+
+
+def _exponents(leaf: View) -> BlockScale:
+    return BlockScale(leaf, "e8m0", _stored_as(leaf, torch.uint8))
 
 
 def _stored_as(leaf: View, dtype: torch.dtype) -> Steps:

@@ -51,7 +51,7 @@ class RoundedRows:
     Attributes:
         x: All numbers of a value before they are rounded, [..., width]. `width` columns share a
             scale.
-        codes: The result.
+        codes: The value that has the codes.
         scale: The scale, [..., 1].
         options: Arguments of `round_rows` by name.
         absorbed: The values between x and the codes, including the scale.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,14 @@ from tilewright.codegen.formats import WEIGHT_FORMATS
 from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.quantised.blocks import Block, block_of, common_block, cut_to_blocks
-from tilewright.patterns.quantised.factors import fp32, product_of, repeats
+from tilewright.patterns.quantised.blocks import (
+    Block,
+    block_of,
+    common_block,
+    cut_to_blocks,
+    with_whole_blocks,
+)
+from tilewright.patterns.quantised.factors import fp32, product_of, repeats, stored_exponents
 from tilewright.patterns.quantised.positions import joined
 from tilewright.patterns.quantised.weights import DequantizedWeight, packed, refuse
 
@@ -43,6 +50,7 @@ def weight_arguments(
         if weight.scale is None:
             refuse(weight.codes, "no scale multiplies the codes")
     try:
+        weights = _with_exponents([_with_whole_blocks(weight) for weight in weights])
         given = [view for view in (*(w.scale for w in weights), *(w.zero for w in weights)) if view]
         parts = [view for w in weights for view in (*w.factors, *w.divisors)]
         block = common_block([block_of(view.effect.dims) for view in (*given, *parts)])
@@ -70,6 +78,33 @@ def weight_arguments(
         arguments |= _factors(weights, [factor for *_, factor in names])
     zeros = dict(zip((zero for _, _, zero, _ in names), grids[len(weights) :], strict=False))
     return arguments | _zeros(zeros, first)
+
+
+def _with_whole_blocks(weight: DequantizedWeight) -> DequantizedWeight:
+    """Returns the weight with the scales that its last block does not use, if the graph cuts them
+    off, and the weight has neither zeros nor factors."""
+    if weight.scale is None or weight.zero is not None or weight.has_factors:
+        return weight
+    scale = with_whole_blocks(weight.scale)
+    try:
+        block_of(scale.effect.dims)
+    except InexpressibleError:
+        return weight
+    return replace(weight, scale=scale)
+
+
+def _with_exponents(weights: Sequence[DequantizedWeight]) -> Sequence[DequantizedWeight]:
+    """Returns the weights with stored exponents in place of the scales that the graph computes from
+    them. Returns the weights unchanged if not all of them have such scales, or if the op takes no
+    exponents."""
+    found = []
+    for weight in weights:
+        takes = "u8" in WEIGHT_FORMATS[weight.format].scales and not weight.has_factors
+        stored = stored_exponents(weight.scale) if takes and weight.scale is not None else None
+        if stored is None:
+            return weights
+        found.append(replace(weight, scale=stored.view, steps=stored.steps))
+    return found
 
 
 def _order(weight: DequantizedWeight) -> list[int]:

@@ -43,7 +43,7 @@ class Attention:
             the mask equals `sees`.
         causal: Whether query i attends only to the keys up to i.
         scale: The factor of q @ k^T.
-        end: The result.
+        end: The value that is the attention's result.
         layout: The dimensions of `end`, expressed on the axes [B, S, H, width].
         width: The width of the result's heads. This is V, or a larger number if the values, and
             therefore the result, are padded with columns of zeros.
@@ -83,7 +83,7 @@ class Attention:
 
     @property
     def queries(self) -> tuple[Size, Size, Size]:
-        """B, S and H."""
+        """The number B of sequences, S of queries in each, and H of heads."""
         batch, queries, heads, _ = self.terms[0][0].shape
         return batch, queries, heads
 
@@ -186,8 +186,8 @@ def match_attention(value: Value, flow: Dataflow, heads_of: HeadsOf | None = Non
     """Returns the attention whose result or intermediate result is `value`. :func:`keys_of` must
     find keys for this value.
 
-    heads_of: as for `logits_of`. Raises Reject (ATTENTION_FORM, CHUNKED_PREFIX) for attention that
-    the op cannot compute.
+    heads_of: the argument of this name of `logits_of`. Raises Reject (ATTENTION_FORM,
+    CHUNKED_PREFIX) for attention that the op cannot compute.
     """
     if value.op == "aten.logsumexp":
         _refuse_chunk(value)

@@ -87,7 +87,7 @@ class Weighted:
 
     Attributes:
         v: The values, [B, K, H, V].
-        end: The result.
+        end: The value that is the result of the product.
         layout: The dimensions of `end`, expressed on the axes [B, S, H, V].
         absorbed: The values that compute the product.
     """

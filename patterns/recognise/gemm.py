@@ -48,7 +48,7 @@ class Gemm:
 
     @property
     def feature(self) -> int:
-        """The axis of N."""
+        """The axis of `shape` that has the N output features."""
         return len(self.shape) - 1
 
     @property

@@ -70,7 +70,7 @@ class Linear:
     required.
 
     Attributes:
-        gemm: The product.
+        gemm: The product x @ weight^T.
         value: The tensor of the graph after the last of these steps.
         layout: The dimensions of `value`, expressed on the axes [tokens..., N] of the GEMM.
         bias: A tensor [n] for the n columns that start at `bias_first`, or None.
@@ -115,7 +115,7 @@ class LinearColumns:
     """The columns of a linear that a view [tokens..., columns...] of its result selects.
 
     Attributes:
-        linear: The linear.
+        linear: The linear that computes the columns.
         layout: The dimensions of the view, expressed on the axes [tokens..., N] of the GEMM.
         rank: How many of these dimensions are tokens.
     """

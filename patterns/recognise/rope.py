@@ -190,8 +190,8 @@ class _Column:
     Attributes:
         leaves: The tensors of the coefficient, for the first and for the second members of the
             pairs.
-        index: The columns.
-        sign: The signs.
+        index: The column of the coefficient for each rotated element.
+        sign: The sign of the coefficient for each rotated element.
     """
 
     leaves: tuple[Leaf, Leaf]

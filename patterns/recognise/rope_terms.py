@@ -41,7 +41,7 @@ class Leaf:
     columns can be chosen later.
 
     Attributes:
-        value: The tensor.
+        value: The value of the tensor.
         rest: The effect of the other dimensions.
         axis: The axis of the base that the open dimension selects along.
         part: `real` or `imag` of a complex tensor; else "".

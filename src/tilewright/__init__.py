@@ -6,7 +6,6 @@ imports none. The folders beside this file are links to the folders at the top o
 
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
 from typing import TYPE_CHECKING, Any
@@ -54,7 +53,9 @@ else:
             said = f"module {__name__!r} has no attribute {name!r}"
             # With the name and the module, Python's traceback adds the nearest name.
             raise AttributeError(said, name=name, obj=sys.modules[__name__])
-        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+        from tilewright.codegen.libraries import imported
+
+        module = imported(f"{__name__}.{_MODULES[name]}", f"tilewright.{name}")
         return module if name == "serving" else getattr(module, name)
 
 

@@ -32,8 +32,9 @@ from tests.library_layers import (
 )
 from tests.models import finegrained
 from tests.models.shipped import dense, step_of
-from tilewright.compiler import declare, lower, reports
+from tilewright.compiler import _compat, declare, lower, reports
 from tilewright.compiler.quantised.operators import OPERATORS, block_dynamic
+from tilewright.compiler.report.traffic import fixed_nodes
 from tilewright.compiler.rewrite import declared
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "kernel")
@@ -240,6 +241,37 @@ def test_a_call_whose_last_view_a_match_absorbs_is_put_back():
     made = [user.meta["example_value"] for call in calls for user in call.users]
     assert (10, 512) in [one.shape for one in made if isinstance(one, torch.Tensor)]
     assert lowered.census.unaccounted == ()
+
+
+def computed_scales(lowered):
+    """Returns the nodes of the rewritten graph that compute numbers from stored scales alone, as
+    every call would do again."""
+    (graph,) = (report.after.graph for report in lowered.graphs)
+    scales = {node for node in graph.nodes if node.op == "placeholder" and "scale" in node.name}
+    assert scales
+    stored = {key for node in scales for key in _compat.storages_of(node)}
+    made = []
+    fixed = fixed_nodes(graph)
+    for node in graph.nodes:
+        if node in fixed and scales.intersection(node.all_input_nodes):
+            scales.add(node)
+            made += [node.name] * (not stored.issuperset(_compat.storages_of(node)))
+    return made
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_no_call_computes_scales_again(scale_fmt):
+    """Latents have 192 rows, which are one and a half blocks."""
+    model = mixture("grouped_mm", DEEPSEEK, "DeepseekV3Config", scale_fmt=scale_fmt)
+    lowered = lower(model, (torch.tensor([[3, 7]]),), {"use_cache": False})
+    assert {site.pattern for site in lowered.matches} >= {"mla_prefill", "moe", "coded_linear"}
+    assert computed_scales(lowered) == []
+
+
+def test_no_call_computes_the_scales_of_projections_again():
+    lowered = lower(attention("ue8m0"), inputs())
+    assert matches_of(lowered, "qkv")
+    assert computed_scales(lowered) == []
 
 
 # --- products of codes that the graph makes -------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import types
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,3 +139,22 @@ def test_calls_leave_nothing_behind():
         call(2 + i % 4)
     assert alive(torch.Tensor) <= tensors
     assert alive(fx.GraphModule) <= graphs
+
+
+@pytest.mark.parametrize(
+    ("part", "backend", "device", "used"),
+    [
+        ("calls", "stock", "cuda", True),
+        ("requests", "tilewright", "cpu", True),
+        ("requests", "tilewright", "cuda", False),
+        ("requests", "stock", "cpu", False),
+    ],
+)
+def test_a_kept_row_names_the_inner_compiler_only_where_it_is_used(
+    part, backend, device, used, monkeypatch
+):
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "benchmarks")
+    import soak
+
+    monkeypatch.setattr(soak, "DEVICE", device)
+    assert ("inner" in soak.case(part, backend, "eager", 1)) == used

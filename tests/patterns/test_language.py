@@ -95,6 +95,8 @@ def test_a_miss_says_where_it_is_with_and_without_a_graph():
     nowhere = Miss("mine", "UNSUPPORTED", Stage.GUARDS, "no")
     assert (nowhere.scope, nowhere.source) == ("", "")
     assert str(nowhere).startswith("graph guards, UNSUPPORTED: no.")
+    first = Miss("mine", "UNSUPPORTED", Stage.ANCHORED, "no")
+    assert str(first).startswith("graph, UNSUPPORTED: no.")  # every attempt reaches this stage
 
 
 def test_codes_and_weights_that_are_not_known_are_refused():

@@ -52,7 +52,7 @@ class Reader:
 
     pytest: Callable[[list[str]], str]
     forget: Callable[[], None]
-    names: dict[str, Any] = field(default_factory=lambda: {"__name__": "page"})
+    names: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
     printed: str = ""
     done: list[str] = field(default_factory=list)
 

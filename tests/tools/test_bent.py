@@ -134,6 +134,7 @@ def test_what_is_refused_is_named_with_what_is_expected(bent):
     with pytest.raises((ValueError, TypeError, OSError)) as raised:
         done()
     assert [word for word in words if word not in str(raised.value)] == []
+    assert "?;" not in str(raised.value)
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -170,6 +171,7 @@ def test_a_command_answers_in_one_line_and_exit_code_two(arguments, tmp_path, mo
     (line,) = done.stderr.splitlines()
     assert line.startswith("tilewright: ")
     assert [word for word in COMMANDS[arguments] if word not in line] == []
+    assert "?;" not in line
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -167,6 +168,24 @@ def test_the_page_of_quantised_models_shows_every_kept_row(monkeypatch):
     unread = [row["model"] for row in kept["rows"] if "prepared" not in row]
     # Transformers reads these.
     assert sorted(unread) == ["deepseek_v3+ct-w8a8", "qwen3_moe+ct-w8a8"]
+
+
+def test_the_hints_of_the_page_of_quantised_models_are_those_of_the_program(monkeypatch):
+    """The kept hints, which the page shows, occur in the program's text. After a change of a hint,
+    `python benchmarks/quantised.py --formats ...` measures the formats with this hint again."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    kept = json.loads(_script("quantised_table", "benchmarks").KEPT.read_text("utf-8"))
+    files = [path for layer in ("patterns", "compiler") for path in (ROOT / layer).rglob("*.py")]
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text("utf-8"))))
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    program = "\n".join(text for text in texts if isinstance(text, str))
+    program += (ROOT / "docs" / "miss-codes.md").read_text("utf-8")
+    said = {line for row in kept["rows"] for line in row.get("prepared", {}).get("said", ())}
+    hints = {line.partition("Hint: ")[2] for line in said}
+    hints |= {reason for row in kept["rows"] for reason in row.get("left", ())}
+    parts = {part for hint in hints for part in re.split(r"; (?:or )?| \(`", hint)}
+    assert len(parts) > 4
+    assert [part for part in sorted(parts) if part not in program] == []
 
 
 def test_the_table_of_planted_faults_counts_the_kept_verdicts():

@@ -62,9 +62,21 @@ def test_the_script_is_the_site_s_own():
     assert f"    - {SHIM.relative_to(ROOT / 'docs')} " in settings
 
 
+def test_what_scrolls_can_be_reached_by_the_keyboard():
+    """The theme makes a block of code reachable only after it has been on the screen."""
+    if shutil.which("node") is None:
+        pytest.skip("needs node, which runs the site's scripts")
+    script = SHIM.with_name("scrolled.js")
+    command = ["node", str(PAGE.with_name("scrolled_in_a_page.js")), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"tables": [0, None], "code": [0, None]}
+
+
 STYLES = (ROOT / "docs" / "stylesheets" / "site.css").read_text("utf-8")
-#: The background of the theme's code, by the theme's colour scheme.
+#: The backgrounds of the theme's code and of its search results, by the theme's colour scheme.
 BEHIND_CODE = {"default": "f5f5f5", "slate": "272a35"}
+BEHIND_RESULTS = {"default": "ffffff", "slate": "1e2129"}
 DOCUMENTS = [
     *(ROOT / "docs").rglob("*.md"),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
@@ -96,6 +108,8 @@ def test_colours_of_the_site_stand_out():
         colours = re.findall(r"--md-code-hl-[\w-]+: #(\w{6})", rules)
         assert colours
         assert all(contrast(colour, behind) >= 4.5 for colour in colours)
+        (found,) = re.findall(r"--md-accent-fg-color: #(\w{6})", rules)
+        assert contrast(found, BEHIND_RESULTS[scheme]) >= 4.5
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

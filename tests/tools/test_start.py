@@ -86,3 +86,35 @@ def test_a_name_that_the_compiler_has_not_is_an_attribute_error():
 
     assert not hasattr(tilewright.compiler, "raise")
     assert all(hasattr(tilewright.compiler, name) for name in tilewright.compiler.__all__)
+
+
+ABSENT = """
+import sys
+class Absent:
+    def find_spec(self, name, *_):
+        if name in ("transformers", "peft"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+import tilewright
+from tilewright.tools.models.engine import engine_steps
+from tilewright.tools.zoo import load_model
+used = {
+    "tilewright.PagedCache": lambda: tilewright.PagedCache,
+    "tilewright.load_modelopt": lambda: tilewright.load_modelopt,
+    "tilewright.serving.enable": lambda: tilewright.serving.enable,
+    "tilewright.serving.BatchingConfig": lambda: tilewright.serving.BatchingConfig,
+    "--engine": lambda: engine_steps(None).__enter__(),
+    "llama3-8b": lambda: load_model("llama3-8b"),
+}
+for name, use in used.items():
+    try:
+        use()
+        print(name, "needs nothing")
+    except (ModuleNotFoundError, ValueError) as error:
+        print(str(error).startswith(name), str(error).endswith("pip install transformers"))
+tilewright.prepare, tilewright.cache_argument, tilewright.lower
+"""
+
+
+def test_what_needs_transformers_says_so_without_it():
+    assert printed(ABSENT).splitlines() == ["True True"] * 6

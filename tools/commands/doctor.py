@@ -15,7 +15,7 @@ import typer
 from tilewright.codegen.targets import Target, gpu_targets
 from tilewright.tools.commands.common import FAILED, JsonOption, print_json
 from tilewright.tools.console import make_console
-from tilewright.tools.matrix.releases import newest_tried, release
+from tilewright.tools.matrix.releases import newest_tried, release, tried_together
 
 PACKAGES = ("tilewright", "torch", "triton", "transformers", "sympy", "networkx", "rich", "typer")
 MARKS = {"ok": "green", "no": "yellow", "failed": "red"}
@@ -25,8 +25,8 @@ MARKS = {"ok": "green", "no": "yellow", "failed": "red"}
 class Finding:
     """One line of the output.
 
-    state: `ok`; `no` if the item is absent but optional, or newer than any tested version; or
-    `failed`.
+    state: `ok`; `no` if the item is absent but optional, newer than any tested version, or not
+    tested together with another item; or `failed`.
     """
 
     what: str
@@ -37,8 +37,8 @@ class Finding:
 def doctor(as_json: JsonOption = False) -> None:
     """Check this machine: versions, GPU, cache, compiler and backend. The exit code is 1 if a check
     fails."""
-    findings = [_python(), *map(_package, PACKAGES), _gpu(), _checked("cache folder", _cache)]
-    findings += [_checked("backend", _backend)]
+    findings = [_python(), *map(_package, PACKAGES), *_pair(), _gpu()]
+    findings += [_checked("cache folder", _cache), _checked("backend", _backend)]
     findings += [_checked(f"compiler for {t.name}", partial(_compile, t)) for t in gpu_targets()]
     if as_json:
         print_json({"findings": [asdict(finding) for finding in findings]})
@@ -73,6 +73,24 @@ def _tried(name: str, version: str) -> Finding:
     return Finding(
         name, "no", f"{version} is newer than any tested version; the newest tested is {newest}"
     )
+
+
+def _pair() -> list[Finding]:
+    """Reports whether the installed torch and Triton were tested together. Reports nothing if one
+    of them is missing."""
+    try:
+        installed = [importlib.metadata.version(name) for name in ("torch", "triton")]
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [_together(*installed)]
+
+
+def _together(torch: str, triton: str) -> Finding:
+    tried = tried_together()
+    if (release(torch), release(triton)) in [(release(a), release(b)) for a, b in tried]:
+        return Finding("torch with triton", "ok", "tried together")
+    listed = ", ".join(f"{a} with {b}" for a, b in tried)
+    return Finding("torch with triton", "no", f"not tried together; tried are {listed}")
 
 
 def _gpu() -> Finding:

@@ -80,6 +80,11 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def tried_together() -> list[tuple[str, str]]:
+    """Returns the tested pairs of a torch version and a Triton version, oldest first."""
+    return sorted({(row.torch, row.triton) for row in ROWS}, key=lambda pair: [*map(release, pair)])
+
+
 def newest_tried(package: str) -> str | None:
     """Returns the newest tested version of torch, triton or transformers. Returns None for other
     packages."""

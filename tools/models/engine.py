@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tilewright.codegen.libraries import imported
 from tilewright.tools.models.loading import ModelError
 
 #: The sizes of the steps: the number of sequences, the tokens of a varlen step, and the keys that
@@ -29,6 +30,10 @@ def engine_steps(model: Any) -> Iterator[dict[str, dict[str, Any]]]:
     Raises ModelError for an object that is not a model of transformers, and for a model that the
     engine cannot run.
     """
+    try:
+        imported("transformers", "--engine")
+    except ImportError as error:
+        raise ModelError(str(error)) from error
     try:
         from tilewright.compiler.serving import steps
         from tilewright.compiler.serving.memory import memory_of

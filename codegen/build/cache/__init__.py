@@ -69,8 +69,8 @@ def key_of(*parts: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """The files of one entry, by name. folder: the path of the entry; None if it could not be
-    written."""
+    """The files of one entry, by name. folder: the path of the entry; None if the entry could not
+    be written."""
 
     files: Mapping[str, bytes] = field(repr=False)
     folder: Path | None

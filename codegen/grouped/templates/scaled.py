@@ -22,6 +22,7 @@ from tilewright.codegen.grouped.templates.gemm import (
 )
 from tilewright.codegen.templates.activation import activate
 from tilewright.codegen.templates.expert_weights import block_scales
+from tilewright.codegen.templates.fp4 import scale_value
 from tilewright.codegen.templates.fp8_groups import quantized_groups
 
 
@@ -69,7 +70,8 @@ def part_scales(
     start = scale_ptr + expert * STRIDES[0]
     if SCALE_BLOCK[0] % PART == 0:
         place = first_row // SCALE_BLOCK[0] * STRIDES[1] + column // SCALE_BLOCK[1] * STRIDES[2]
-        scales = tl.load(start + place, mask=first_row < ROWS, other=0.0).to(tl.float32)
+        scales = tl.load(start + place, mask=first_row < ROWS, other=0.0)
+        scales = scale_value(scales)
     else:
         rows = first_row + tl.arange(0, PART)
         scales = tl.reshape(

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.templates.codes import widened
+from tilewright.codegen.templates.fp4 import scale_value
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def column_scales(
         places = (first_row + start) // BLOCK[0] * STRIDES[0] + columns // BLOCK[1] * STRIDES[1]
     else:
         places = (first_row + columns) // BLOCK[0] * STRIDES[0] + start // BLOCK[1] * STRIDES[1]
-    return tl.load(scale_ptr + places, mask=column_mask, other=0.0).to(tl.float32)
+    return scale_value(tl.load(scale_ptr + places, mask=column_mask, other=0.0))
 
 
 @triton.jit

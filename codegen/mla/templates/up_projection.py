@@ -9,6 +9,7 @@ by side, in the order of the weight's rows, or in two tensors with different lay
 import triton
 import triton.language as tl
 
+from tilewright.codegen.templates.fp4 import scale_value
 from tilewright.codegen.templates.rounding import rounded
 
 
@@ -21,11 +22,11 @@ def weight_scales(
     number if UNIFORM, else [1, BLOCK_N]."""
     place = pointer + column // SCALE_BLOCK[1] * STRIDES[1]
     if UNIFORM:
-        scale = tl.load(place + first_row // SCALE_BLOCK[0] * STRIDES[0]).to(tl.float32)
+        scale = scale_value(tl.load(place + first_row // SCALE_BLOCK[0] * STRIDES[0]))
     else:
         rows = first_row + tl.arange(0, BLOCK_N)
         places = place + rows // SCALE_BLOCK[0] * STRIDES[0]
-        scale = tl.load(places, mask=rows < ROWS, other=0.0).to(tl.float32)[None, :]
+        scale = scale_value(tl.load(places, mask=rows < ROWS, other=0.0))[None, :]
     return scale
 
 
@@ -179,6 +180,6 @@ def mla_weight_numbers(
     row_blocks = rows // SCALE_BLOCK[0] * WEIGHT_SCALE_STRIDES[0]
     column_blocks = columns // SCALE_BLOCK[1] * WEIGHT_SCALE_STRIDES[1]
     scale_places = row_blocks[:, None] + column_blocks[None, :]
-    scales = tl.load(weight_scale_ptr + scale_places, mask=mask, other=0.0).to(tl.float32)
+    scales = scale_value(tl.load(weight_scale_ptr + scale_places, mask=mask, other=0.0))
     out = rows.to(tl.int64)[:, None] * RANK + columns[None, :]
     tl.store(out_ptr + out, (codes * scales).to(out_ptr.dtype.element_ty), mask=mask)

@@ -227,7 +227,8 @@ def spread(blocks, like, GROUPS: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def decoded(
-    words, high, low, zeros, CODES: gl.constexpr, PER: gl.constexpr, ORDER: gl.constexpr,
+    words, high, low, zeros, CODES: gl.constexpr, LOOKUP: gl.constexpr, PER: gl.constexpr,
+    ORDER: gl.constexpr,
     SIGNED: gl.constexpr, HAS_ZEROS: gl.constexpr, ZERO_POINT: gl.constexpr,
     SCALED: gl.constexpr, EXACT: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr,
     BLOCK_K: gl.constexpr, OPERAND: gl.constexpr,
@@ -257,13 +258,22 @@ def decoded(
     if CODES == "e2m1":
         # Bytes 4 to 7 are the bytes of the word after a shift by one nibble.
         select = (even_byte + 4 - even % 2 * 4) << 4 | (odd_byte + 4 - odd % 2 * 4) << 12
+    elif CODES == "table":
+        # Bytes 4 to 7 are the bytes of the word after a shift by one nibble to the right.
+        select = even_byte + even % 2 * 4 | (odd_byte + odd % 2 * 4) << 4
     elif CODES == "e4m3":
         # Each byte goes to the top of its half.
         select = 0x0004 | even_byte << 4 | 0x0400 | odd_byte << 12
     else:
         select = even_byte | 0x0040 | odd_byte << 8 | 0x4000
     chosen = gl.broadcast(select.expand_dims(0), codes)[0]
-    if CODES == "e2m1":
+    if CODES == "table":
+        numbers = gl.inline_asm_elementwise(
+            LOOKUP, "=r,r,r,r,r,r,r",
+            [codes, chosen, spread(high, codes, GROUPS, TILE), spread(low, codes, GROUPS, TILE)],
+            dtype=gl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif CODES == "e2m1":
         # Move the sign and the other three bits of a nibble to the sign and the low exponent bits
         # of a bfloat16.
         numbers = gl.inline_asm_elementwise(
@@ -345,7 +355,7 @@ def decoded(
                 "=r,r,r,r,r,r,r,r,r,r", [codes, chosen, masks, units, addend],
                 dtype=gl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
-    if SCALED:
+    if SCALED and CODES != "table":
         scale = spread(high, codes, GROUPS, TILE)
         if EXACT:
             numbers = gl.inline_asm_elementwise(
@@ -445,7 +455,8 @@ def multiply_tiles(
     CONSUMER: gl.constexpr, x_tiles, word_tiles, full, empty, handed, scale_ptr, zero_ptr, bias_ptr,
     factor_ptr, residual_ptr, residual_desc, out_desc, out_tiles, workspace_ptr, counters_ptr,
     whole, num_tiles, tiles_t, N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr,
-    UNIT: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr, PER: gl.constexpr,
+    UNIT: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr, LOOKUP: gl.constexpr,
+    PER: gl.constexpr,
     ORDER: gl.constexpr, SIGNED: gl.constexpr, ZERO_POINT: gl.constexpr,
     PACKED_ZEROS: gl.constexpr, SCALED: gl.constexpr, EXACT: gl.constexpr,
     UNIT_OF_CODES: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
@@ -489,7 +500,8 @@ def multiply_tiles(
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
         words = word_tiles.index(step % STAGES * 2 + CONSUMER).load(WORDS)
         weight = decoded(
-            words, high, low, zeros, CODES, PER, ORDER, SIGNED, HAS_ZEROS, ZERO_POINT, SCALED,
+            words, high, low, zeros, CODES, LOOKUP, PER, ORDER, SIGNED, HAS_ZEROS, ZERO_POINT,
+            SCALED,
             EXACT, GROUPS, ROWS, BLOCK_K, OPERAND,
         )  # fmt: skip
         for unit in range(first, last):
@@ -512,8 +524,8 @@ def multiply_tiles(
                 mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1, pred=more)
                 words = word_tiles.index(step % STAGES * 2 + CONSUMER).load(WORDS)
                 weight = decoded(
-                    words, high, low, zeros, CODES, PER, ORDER, SIGNED, HAS_ZEROS, ZERO_POINT,
-                    SCALED, EXACT, GROUPS, ROWS, BLOCK_K, OPERAND,
+                    words, high, low, zeros, CODES, LOOKUP, PER, ORDER, SIGNED, HAS_ZEROS,
+                    ZERO_POINT, SCALED, EXACT, GROUPS, ROWS, BLOCK_K, OPERAND,
                 )  # fmt: skip
                 total = warpgroup_mma_wait(0, [flying])
                 mbarrier.arrive(empty.index(stage))
@@ -626,7 +638,8 @@ def mixed_linear(
     num_tokens,
     N: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, WEIGHT_STRIDE: gl.constexpr,
     BIAS_STRIDE: gl.constexpr, RESIDUAL_STRIDE: gl.constexpr, CODES: gl.constexpr,
-    PER: gl.constexpr, ORDER: gl.constexpr, SIGNED: gl.constexpr, ZERO_POINT: gl.constexpr,
+    LOOKUP: gl.constexpr, UNIT_OF_CODES: gl.constexpr, PER: gl.constexpr, ORDER: gl.constexpr,
+    SIGNED: gl.constexpr, ZERO_POINT: gl.constexpr,
     PACKED_ZEROS: gl.constexpr, SCALED: gl.constexpr, EXACT: gl.constexpr,
     SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, SCALE_ROW_STRIDE: gl.constexpr,
     SCALE_COLUMN_STRIDE: gl.constexpr, ZERO_ROW_STRIDE: gl.constexpr,
@@ -646,7 +659,10 @@ def mixed_linear(
     and the products are summed in fp32.
 
     Args:
-        CODES: The kind of codes: "nibbles", "bytes", "e4m3" or "e2m1".
+        CODES: The kind of codes: "nibbles", "bytes", "e4m3", "e2m1" or "table".
+        LOOKUP: For "table", the assembly that looks up the numbers of a pair of codes and
+            multiplies them by their scales.
+        UNIT_OF_CODES: The number that a decoded 1 stands for.
         ORDER: Which nibble of a word holds each code; one hexadecimal digit for each code.
         ZERO_POINT: The constant part of the zero, plus 128 if bytes are SIGNED.
         SCALED: Each code is multiplied by its scale. If not SCALED, each row has one scale, which
@@ -660,7 +676,6 @@ def mixed_linear(
     ACTIVATED: gl.constexpr = 1 if PAIRED else 2
     UNITS: gl.constexpr = (K + UNIT - 1) // UNIT
     GROUPS: gl.constexpr = BLOCK_K // SCALE_COLUMNS if SCALE_COLUMNS < BLOCK_K else 1
-    UNIT_OF_CODES: gl.constexpr = 64.0 if CODES == "nibbles" or CODES == "bytes" else 1.0
     X_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_T, BLOCK_K], gl.bfloat16)
     WORD_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K // PER], gl.int32)
     OUT_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_T, ROWS], gl.bfloat16)
@@ -706,9 +721,9 @@ def mixed_linear(
             (multiply_tiles, (
                 0, x_tiles, word_tiles, full, empty, handed, scale_ptr, zero_ptr, bias_ptr,
                 factor_ptr, residual_ptr, residual_desc, out_desc, out_tiles, workspace_ptr,
-                counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS, UNIT, GROUPS, CODES, PER,
-                ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED, EXACT, UNIT_OF_CODES, SCALE_ROWS,
-                SCALE_COLUMNS, SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE,
+                counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS, UNIT, GROUPS, CODES,
+                LOOKUP, PER, ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED, EXACT, UNIT_OF_CODES,
+                SCALE_ROWS, SCALE_COLUMNS, SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE,
                 ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE, ACTIVATION, ACTIVATED, PAIRED, ROWS,
                 BLOCK_N, BLOCK_T, BLOCK_K, STAGES, GROUP, PROGRAMS,
             )),
@@ -717,11 +732,11 @@ def mixed_linear(
                 up_zero_ptr if PAIRED else zero_ptr, up_bias_ptr if PAIRED else bias_ptr,
                 up_factor_ptr if PAIRED else factor_ptr, residual_ptr, residual_desc, out_desc,
                 out_tiles, workspace_ptr, counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS,
-                UNIT, GROUPS, CODES, PER,
-                ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED, EXACT, UNIT_OF_CODES, SCALE_ROWS,
-                SCALE_COLUMNS, SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE,
-                ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE, ACTIVATION, ACTIVATED, PAIRED, ROWS,
-                BLOCK_N, BLOCK_T, BLOCK_K, STAGES, GROUP, PROGRAMS,
+                UNIT, GROUPS, CODES, LOOKUP, PER, ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED,
+                EXACT, UNIT_OF_CODES, SCALE_ROWS, SCALE_COLUMNS, SCALE_ROW_STRIDE,
+                SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE,
+                ACTIVATION, ACTIVATED, PAIRED, ROWS, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, GROUP,
+                PROGRAMS,
             )),
             (load_tiles, (
                 x_desc, words_desc, more_words_desc, x_tiles, word_tiles, full, empty, whole,

@@ -149,7 +149,7 @@ class AttentionCall:
         return replace(self, q=own, q_rope=None if self.k_rope is None else turned)
 
     def in_parts(self) -> AttentionCall:
-        """Returns the call with q's columns as views of its two parts."""
+        """Returns the call with q divided into its two parts, which are views of q."""
         turned = self.q[..., self.nope :] if self.q_rope is None else self.q_rope
         return self.with_queries(self.q[..., : self.nope], turned)
 
@@ -166,7 +166,8 @@ def check_call(a: AttentionCall) -> None:
         if tensor is not None and tensor.dtype != a.k.dtype:
             raise ArgumentError(OP, name, f"dtype {a.k.dtype}, as k", tensor.dtype)
     if (a.query_offsets is None) != (a.key_offsets is None):
-        raise ArgumentError(OP, "key_offsets", "given exactly where query_offsets is", None)
+        expected = "a tensor exactly if query_offsets is a tensor"
+        raise ArgumentError(OP, "key_offsets", expected, None)
     if a.attn_mask is not None and a.ragged:
         raise ArgumentError(OP, "attn_mask", "None, since sequences are ragged", "a tensor")
     for name in ("q", "q_rope", "k", "k_rope"):

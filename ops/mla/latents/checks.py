@@ -44,7 +44,7 @@ def check_latents(op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: t
     check_operand(op, "latent", a.latent, *form, dense=True)
     rows = given(a.latent).shape[0]
     if a.k_rope is None:
-        raise ArgumentError(op, "k_rope", "a tensor, since latent is one", None)
+        raise ArgumentError(op, "k_rope", "a tensor, since latent is given", None)
     form = "[Tk, R]", (rows, rope_dim), (like.dtype,), like.device
     check_operand(op, "k_rope", a.k_rope, *form, dense=True)
     return rows

@@ -1,5 +1,5 @@
-"""The steps that compute keys and values from latents: one kernel of latents, and one
-up-projection."""
+"""The steps that compute keys and values from latents: one kernel that normalises and rotates
+latents, and one up-projection."""
 
 from __future__ import annotations
 

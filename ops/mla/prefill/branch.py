@@ -173,7 +173,7 @@ def mla_prefill_branch_fp8(
     kv_b_proj_scale: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    """Calls the op: the prefill branch of multi-head latent attention, [T, H, V].
+    """Calls the op, which computes the prefill branch of multi-head latent attention, [T, H, V].
 
     It writes the normalised and rotated latents [T, L + R] of the new tokens to their pages, and
     attends to all keys of each sequence. buffer_length: the number of rows of the only chunk, or of

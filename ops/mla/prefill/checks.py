@@ -180,7 +180,7 @@ def prefill_obstacle(a: MlaPrefillArguments, weight: str = "kv_b_weight") -> str
         obstacle = _coded_obstacle(a)
     row = a.kv_b_weight.stride(0)
     if obstacle is None and row * a.kv_b_weight.element_size() % 16:
-        obstacle = f"{weight}: rows {row} elements apart are too far apart for TMA"
+        obstacle = f"{weight}: the stride of rows, {row} elements, is not a multiple of 16 bytes"
     return obstacle
 
 
@@ -194,7 +194,7 @@ def _coded_obstacle(a: MlaPrefillArguments) -> str | None:
     if columns not in (32, 64, 128):
         return f"no kernel for scales of {columns} columns"
     if rows * a.q.element_size() % 16:
-        return f"keys and values of {rows} columns are too large for TMA"
+        return f"the rows of keys and values, {rows} elements, are not a multiple of 16 bytes"
     if a.latent_scale is not None and (row := given(a.latent).stride(0)) % 16:
-        return f"latent: rows {row} bytes apart are too far apart for TMA"
+        return f"latent: the stride of rows, {row} bytes, is not a multiple of 16 bytes"
     return None

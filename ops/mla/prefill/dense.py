@@ -1,6 +1,6 @@
 """`mla_prefill_dense`: `mla_prefill` of latents from the graph, without a cache.
 
-It has the same arguments, results and kernels as `mla_prefill`. It is a separate op because it
+The op has the same arguments, results and kernels as `mla_prefill`. It is a separate op because it
 writes nothing: Inductor does not support an op whose written arguments are all None.
 """
 

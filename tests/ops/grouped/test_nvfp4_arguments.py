@@ -178,7 +178,7 @@ def test_rows_that_tma_cannot_reach_go_to_the_reference():
     wide = torch.zeros(191, 88, dtype=torch.uint8)
     wide[:, :80] = a.a
     odd = replace(a, a=wide[:, :80])
-    assert "a: strides [88] are not whole 16 bytes" in op.OP.plan_for(odd, "sm100").reason
+    assert "a: strides [88] are not multiples of 16 bytes" in op.OP.plan_for(odd, "sm100").reason
     assert torch.equal(op.OP.call(odd), op.OP.call(a))
 
 

@@ -87,6 +87,7 @@ POINTS = {
     "fp8": Points("fp8", ALL_BYTES.view(E4M3), FP32_SCALES[2:6]),
     "fp8 of rows": Points("fp8", EDGES.view(E4M3), BF16_SCALES, columns=COLUMNS),
     "fp8, fp16 scales": Points("fp8", EDGES.view(E4M3), FP16_SCALES),
+    "fp8, exponents": Points("fp8", EDGES.view(E4M3), EDGES),
     "int8": Points("int8", ALL_BYTES.view(torch.int8), FP32_SCALES[2:6]),
     "int8, highest zero": Points("int8", EDGES.view(torch.int8), BF16_SCALES, zero_point=128),
     "uint8": Points("int8", EDGES, FP16_SCALES, zero=255),

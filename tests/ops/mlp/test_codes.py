@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import linear
 
+from tests.agreement import relative_error
 from tests.interpreted import Interpreter, interpret
 from tilewright.codegen.mlp.kernels import DotConfig, LinearConfig
 from tilewright.codegen.mlp.plan import MOST_GATED_TOKENS, dot_obstacle
@@ -19,6 +21,7 @@ from tilewright.ops.formats import fp4
 from tilewright.ops.formats.quantized_weight import pack_nibbles
 from tilewright.ops.mlp import linear_activation, linear_residual
 from tilewright.ops.mlp.cases import ACTIVATION_CASES, CODED, RESIDUAL_CASES
+from tilewright.ops.mlp.linear_residual import LinearResidualArguments
 from tilewright.ops.mlp.lowering import linear_activation_steps, linear_residual_steps
 from tilewright.ops.mlp.operands import activation_problem, residual_problem
 from tilewright.ops.runtime.norms import without_norm
@@ -329,3 +332,36 @@ def test_bytes_that_fill_no_words_are_not_dotted():
         codes = SimpleNamespace(per_int32=per_int32, dot_obstacle=lambda k: None)
         problem = SimpleNamespace(quantization=codes, norm=None, k_major=True, k=64)
         assert dot_obstacle(problem, 1, whole) == said
+
+
+@pytest.mark.parametrize("powers", [True, False])
+def test_decoded_activations_cost_at_most_one_rounding_more_than_codes(powers):
+    """An op without scales of x reads float8 activations as numbers of bfloat16. Codes times powers
+    of two are such numbers. Other numbers are rounded, which costs less than the rounding of the
+    weight in a graph that decodes it. A library that multiplies codes by codes rounds neither."""
+    generator = torch.Generator().manual_seed(5)
+    x, codes = torch.randn(16, 512, generator=generator), torch.randn(64, 512, generator=generator)
+    codes, scale = codes.mul(60).to(torch.float8_e4m3fn), torch.rand(1, 4, generator=generator)
+    x_scale = x.unflatten(-1, (4, 128)).abs().amax(-1, keepdim=True) / 448
+    x_scale = x_scale.log2().ceil().exp2() if powers else x_scale
+    x_codes = (x.unflatten(-1, (4, 128)) / x_scale).to(torch.float8_e4m3fn)
+    numbers = (x_codes.double() * x_scale.double()).flatten(-2)
+    weight = codes.double() * scale.double().repeat_interleave(128, 1)
+    exact = numbers @ weight.T
+    a = LinearResidualArguments(
+        (x_codes.float() * x_scale).flatten(-2).bfloat16(),
+        codes,
+        torch.zeros(16, 64, dtype=torch.bfloat16),
+        weight_format="fp8",
+        weight_scale=scale,
+        scale_block=[64, 128],
+    )
+    made = interpret(linear_residual.OP, a).outcome.result
+    graph = linear(a.x, weight.bfloat16())
+    by_library = relative_error(exact.bfloat16(), exact)
+    assert relative_error(made, exact) < relative_error(graph, exact)
+    if powers:
+        assert torch.equal(a.x.double(), numbers)
+        assert relative_error(made, exact) < 1.01 * by_library
+    else:
+        assert 1.1 * by_library < relative_error(made, exact) < 1.5 * by_library

@@ -3,8 +3,10 @@ product, the machine code of the kernel, and its results on a GPU."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,14 @@ from tests.ptx import bf16, bits, executed, halves, numbers, pair
 from tilewright.codegen.audit import Expectations, check
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.emit.source import find_module
-from tilewright.codegen.mlp.mixed import TILES, MixedConfig, mixed_config, pair_config
+from tilewright.codegen.formats import TABLES, bfloat16_table
+from tilewright.codegen.mlp.mixed import (
+    TILES,
+    MixedConfig,
+    lookup_assembly,
+    mixed_config,
+    pair_config,
+)
 from tilewright.codegen.targets import SM90, TARGETS
 from tilewright.ops.formats import fp4
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
@@ -52,6 +61,8 @@ CASES = {
     "fp8 blocks": {"weight_format": "fp8", "scale_block": (128, 128)},
     "nvfp4": {"weight_format": "nvfp4", "scale_block": (1, 16), "factor": True, **FP4},
     "mxfp4": {"weight_format": "mxfp4", "scale_block": (1, 32), **FP4},
+    "nf4": {"weight_format": "nf4", "scale_block": (1, 64), "scale_dtype": torch.float32, **FP4},
+    "fp4": {"weight_format": "fp4", "scale_block": (1, 64), "scale_dtype": torch.float32, **FP4},
 }  # fmt: skip
 OPS = {"residual": linear_residual, "activation": linear_activation}
 
@@ -120,7 +131,7 @@ def test_weights_that_differ_in_their_layout_are_decoded_one_after_the_other():
 NEAR = {
     "x is fp16": {"dtype": torch.float16},
     "has a norm": {"norm": "rms"},
-    "the rows of the weight": {"layout": "plain_n_major"},
+    "contiguous along N": {"layout": "plain_n_major"},
     "columns that share a scale is 24": {"weight_format": "int8", "scale_block": (1, 24),
                                          "k": 960, "zero_point": 0},
     "not multiples of 16 bytes": {"n": 260},
@@ -128,8 +139,9 @@ NEAR = {
     "zeros are added": {"weight_format": "int4_k_offset", "zeros": "float"},
     "exponents": {"weight_format": "mxfp4", "words": torch.uint8, "zero_point": 0, "k": 32,
                   "scale_block": (1, 32)},
-    "table nf4": {"weight_format": "nf4", "words": torch.uint8, "zero_point": 0,
-                  "scale_dtype": torch.float32},
+    "32 columns of codes of a table": {"weight_format": "nf4", "words": torch.uint8,
+                                       "zero_point": 0, "scale_block": (1, 32),
+                                       "scale_dtype": torch.float32},
 }  # fmt: skip
 
 
@@ -151,7 +163,7 @@ def test_rows_that_tma_cannot_step_over_are_not_decoded():
     a = linear_residual.sample_inputs(case_of("int4", 200, 256, 1024), "meta")
     x = torch.empty(200, 1028, dtype=a.x.dtype, device="meta")[:, :1024]
     assert decoding_obstacle(a, SM90) is None
-    assert decoding_obstacle(replace(a, x=x), SM90).startswith("the rows of x")
+    assert decoding_obstacle(replace(a, x=x), SM90).startswith("the strides of x")
 
 
 # Maps (n, k, tokens) of Llama-3-8B to the tiles that were fastest on an H100.
@@ -174,7 +186,9 @@ def test_the_plan_takes_the_tiles_that_were_measured_to_be_fastest(sizes):
     assert (config.block_t, config.split) == FASTEST[sizes]
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("awq", 256), ("int8", 200), ("nvfp4", 256)])
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("awq", 256), ("int8", 200), ("nvfp4", 256), ("nf4", 256)]
+)
 def test_machine_code(name, tokens):
     """The kernel is compiled for Hopper. It must have no spills, use the tensor core's products,
     and load and store by TMA."""
@@ -251,6 +265,25 @@ def test_floats_of_four_bits():
         # The even code is in the low nibble, so byte 4 is the byte of the shifted word.
         made = executed(text, _1=code | (15 - code) << 4, _3=0x0040)
         assert numbers(made, 1) == (known[code], known[15 - code])
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp4"])
+def test_numbers_of_a_table(name):
+    """Tests every code in both halves of a word, in the order of bitsandbytes: the first of two
+    codes is in the high nibble of a byte. The product with a scale is rounded once."""
+    rounded, rests, unit = bfloat16_table(name)
+    text = lookup_assembly(rounded, rests)
+    for code, exponent in product(range(16), range(3)):
+        scale = 0.7391 / 3**exponent
+        high = bits(scale * unit)
+        low = bits(scale * unit - bf16(high))
+        word = (code << 4 | (15 - code)) << 16
+        # Byte 6 is byte 2 of the word after the shift, and byte 2 is its low nibble.
+        made = executed(text, _1=word, _3=0x0026, _5=high * 0x10001, _6=low * 0x10001)
+        for found, one in zip(numbers(made), (code, 15 - code), strict=True):
+            wanted = TABLES[name][one] * scale
+            spacing = 2.0 ** (math.frexp(wanted)[1] - 8)
+            assert abs(found - wanted) <= 0.505 * spacing
 
 
 def test_a_scale_of_more_digits_is_rounded_once():

@@ -192,10 +192,12 @@ def test_gpu_values_are_checked_only_on_request(monkeypatch):
 
     monkeypatch.delenv("TILEWRIGHT_DEBUG", raising=False)
     assert not debug_values()
-    monkeypatch.setenv("TILEWRIGHT_DEBUG", "0")
-    assert not debug_values()
-    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
-    assert debug_values()
+    for off in ("0", " 0 ", "off", "False\n"):
+        monkeypatch.setenv("TILEWRIGHT_DEBUG", off)
+        assert not debug_values()
+    for on in ("1", " 1 "):
+        monkeypatch.setenv("TILEWRIGHT_DEBUG", on)
+        assert debug_values()
 
 
 def test_called_by_hand_with_linear_weights_and_a_plain_cache():

@@ -23,6 +23,7 @@ def test_doctor_checks_this_machine(command, tmp_path, monkeypatch):
     findings = {f["what"]: f for f in schema_checked("doctor", done.stdout)["findings"]}
     assert done.exit_code == 0, done.stdout
     assert findings["compiler for sm100"]["detail"].startswith("sm_100a")
+    assert findings["torch with triton"]["detail"].startswith(("tried", "not tried"))
     assert findings["torch"]["detail"] == importlib.metadata.version("torch")
 
 
@@ -33,6 +34,21 @@ def test_doctor_says_where_a_version_is_newer_than_any_tried():
     assert later.state == "no"
     assert newest in later.detail
     assert doctor._tried("rich", "99.0").state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("torch", "triton", "state"),
+    [
+        ("2.13.0+cpu", "3.7.1", "ok"),
+        ("2.15.0", "3.9.0", "ok"),
+        ("2.13.0+cpu", "3.9.0", "no"),  # each was tried, but with others
+        ("2.12.0", "3.7.1", "no"),
+    ],
+)
+def test_doctor_says_which_pairs_were_never_tried(torch, triton, state):
+    found = doctor._together(torch, triton)
+    assert found.state == state
+    assert ("not tried together; tried are 2.11.0 with 3.6.0, " in found.detail) == (state == "no")
 
 
 @pytest.fixture
