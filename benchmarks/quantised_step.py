@@ -170,7 +170,8 @@ class Prepared:
     def __init__(self, models: dict[str, Any], text: str, facts: dict[str, Any]) -> None:
         case = Case.of(text)
         self.models = models
-        self.row: dict[str, Any] = {**facts, "batch": case.batch, "padded": case.kind == "padded"}
+        padded = case.kind == "padded"
+        self.row: dict[str, Any] = {**facts, "case": text, "batch": case.batch, "padded": padded}
         # A library may load its model in another dtype than the dense model's.
         self.steps = {model.dtype: Step(model, case) for model in models.values()}
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}

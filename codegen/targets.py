@@ -50,6 +50,7 @@ class Target:
 
     Attributes:
         name: A key of TARGETS, such as "sm100".
+        product: The product whose rates these are, such as "B200"; "" for the interpreter.
         capability: The CUDA compute capability (major, minor); (0, 0) for the interpreter.
         warp_size: The number of threads of a warp.
         max_shared_bytes: The shared memory that one block may use. An SM has 1 KiB more.
@@ -94,6 +95,7 @@ class Target:
     bytes_in_flight_per_sm: int
     launch_s: float
     features: frozenset[str]
+    product: str = ""
     link_bytes_per_s: float = 0.0
     collective_s: float = 0.0
     sm_name: str = ""
@@ -179,6 +181,7 @@ def _of_sheet(**peaks: float) -> Rates:
 
 SM100 = Target(
     name="sm100",
+    product="B200",
     capability=(10, 0),
     warp_size=32,
     max_shared_bytes=232448,
@@ -209,6 +212,7 @@ SM100 = Target(
 
 SM90 = Target(
     name="sm90",
+    product="H200",
     capability=(9, 0),
     warp_size=32,
     max_shared_bytes=232448,
@@ -238,6 +242,7 @@ SM90 = Target(
 SM103 = replace(
     SM100,
     name="sm103",
+    product="B300",
     capability=(10, 3),
     flops=_of_sheet(bf16=2.25e15, fp32=1.1e15, fp8=4.5e15, nvfp4=13.5e15),
     sm_name="sm_103a",
@@ -250,6 +255,7 @@ _FP8_BY_MMA_SYNC = (*_HALVES_BY_MMA_SYNC, ("fp8e4nv", "QMMA"), ("fp8e5", "QMMA")
 
 SM120 = Target(
     name="sm120",
+    product="RTX 5090",
     capability=(12, 0),
     warp_size=32,
     max_shared_bytes=101376,
@@ -275,6 +281,7 @@ SM120 = Target(
 SM89 = replace(
     SM120,
     name="sm89",
+    product="L40S",
     capability=(8, 9),
     num_sms=142,
     hbm_bytes_per_s=_OF_MEMORY * 864e9,
@@ -288,6 +295,7 @@ SM89 = replace(
 SM86 = replace(
     SM89,
     name="sm86",
+    product="A10",
     capability=(8, 6),
     num_sms=72,
     hbm_bytes_per_s=_OF_MEMORY * 600e9,
@@ -303,6 +311,7 @@ SM86 = replace(
 SM80 = replace(
     SM86,
     name="sm80",
+    product="A100 80 GB",
     capability=(8, 0),
     max_shared_bytes=166912,
     num_sms=108,

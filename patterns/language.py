@@ -510,6 +510,10 @@ def _in_order() -> tuple[Pattern, ...]:
     """Returns all patterns, each after the patterns that must come before it."""
     found: dict[str, Pattern] = {}
     ends = [pattern for pattern in _REGISTRY.values() if getattr(pattern, "asked_last", False)]
+    earlier: dict[str, list[Pattern]] = defaultdict(list)
+    for pattern in _REGISTRY.values():
+        for name in getattr(pattern, "asked_before", ()):
+            earlier[name].append(pattern)
 
     def add(pattern: Pattern, waiting: tuple[str, ...] = ()) -> None:
         if pattern.name in waiting:
@@ -517,8 +521,8 @@ def _in_order() -> tuple[Pattern, ...]:
                 f"asked_before: no order is possible, because each of {waiting} "
                 "must be tried before another of them"
             )
-        for other in _REGISTRY.values():
-            if pattern.name in getattr(other, "asked_before", ()) and other.name not in found:
+        for other in earlier[pattern.name]:
+            if other.name not in found:
                 add(other, (*waiting, pattern.name))
         found.setdefault(pattern.name, pattern)
 

@@ -1,8 +1,10 @@
 """Has the settings and fixtures of all tests. Makes the shared models importable as
 `tests.models`."""
 
+import ast
 import functools
 import gc
+import inspect
 import logging
 import os
 import sys
@@ -15,7 +17,9 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:
     import torch
 
-    torch.set_num_threads(1)  # there is a worker for each core
+    # There is a worker for each core. The processes that tests start read the variable.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Many tests start processes. Without byte code, each would compile everything that it imports.
     sys.dont_write_bytecode = False
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -74,6 +78,30 @@ def _kept_by_place(original):
 
 
 StackSummary.format_frame_summary = _kept_by_place(StackSummary.format_frame_summary)
+
+
+def _parsed(original):
+    """Returns `getblock` with a parser in place of a tokenizer in Python. Triton calls it for each
+    kernel that it loads."""
+
+    @functools.wraps(original)
+    def getblock(lines):
+        begin = next((i for i, line in enumerate(lines) if line.startswith("def ")), len(lines))
+        rest = range(begin + 1, len(lines))
+        end = next(
+            (i for i in rest if lines[i][0] == "@" or lines[i][0].isidentifier()), len(lines)
+        )
+        try:
+            last = ast.parse("".join(lines[:end])).body[0].end_lineno
+        except (SyntaxError, IndexError):
+            return original(lines)
+        commented = any(line[0].isspace() and line.strip() for line in lines[last:end])
+        return original(lines) if commented else lines[:last]
+
+    return getblock
+
+
+inspect.getblock = _parsed(inspect.getblock)
 
 
 @pytest.fixture

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from tests.scaled_products import blocks_on_a_cpu
 from tilewright.codegen.build import load_interpreted
@@ -79,6 +81,18 @@ class Interpreter:
                 interpreted(spec)[grid](*given)
 
         return run
+
+
+def wait_idly():
+    """Makes kernels of this process sleep before each atomic operation. A kernel that waits for
+    another rank reads a flag again and again, and would take the processor from that rank."""
+    atomic = InterpreterBuilder.create_atomic_rmw
+
+    def later(self, *args):
+        time.sleep(5e-4)
+        return atomic(self, *args)
+
+    InterpreterBuilder.create_atomic_rmw = later
 
 
 def view_of(value):

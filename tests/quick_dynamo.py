@@ -109,6 +109,21 @@ def _traced_files(module: Any) -> None:
     module.check_file = check_file
 
 
+def _wrapped_values(module: Any) -> None:
+    """Looks first for the function that wraps values of a type. Dynamo would first import five
+    modules and define three classes, for every value."""
+    kind = module.VariableBuilder
+    if not all(hasattr(kind, name) for name in ("_wrap", "_type_dispatch", "_id_dispatch")):
+        return
+    original = kind._wrap
+
+    def wrap(self: Any, value: Any) -> Any:
+        found = self._type_dispatch().get(type(value)) or self._id_dispatch().get(id(value))
+        return original(self, value) if found is None else found(self, value)
+
+    kind._wrap = wrap
+
+
 def _events(module: Any) -> None:
     """Removes the recorder around the methods of ShapeEnv, unless torch is set to record calls."""
     recording = sys.modules.get("torch.fx.experimental.recording")
@@ -159,6 +174,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "torch._dynamo.config": _side_effects,
     "torch._dynamo.symbolic_convert": _function_names,
     "torch._dynamo.trace_rules": _traced_files,
+    "torch._dynamo.variables.builder": _wrapped_values,
     "torch.utils._config_module": _settings,
     "torch.fx.experimental.symbolic_shapes": _events,
     "torch._subclasses.fake_tensor": _fake_tensors,

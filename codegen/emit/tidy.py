@@ -54,13 +54,13 @@ def has_side_effects(statement: ast.AST) -> bool:
 
     If a call is a statement of its own, it counts as having an effect, whatever its name is.
     """
-    return _calls_impure(statement) or any(
-        isinstance(node, (ast.Return, ast.Expr)) for node in nodes_of(statement)
-    )
+    return any(map(_is_effect, nodes_of(statement)))
 
 
-def _calls_impure(node: ast.AST) -> bool:
-    return any(isinstance(part, ast.Call) and is_impure_call(part) for part in nodes_of(node))
+def _is_effect(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return is_impure_call(node)
+    return isinstance(node, (ast.Return, ast.Expr))
 
 
 def tidied(body: list[ast.stmt], parameters: list[str]) -> list[ast.stmt]:
@@ -71,8 +71,12 @@ def tidied(body: list[ast.stmt], parameters: list[str]) -> list[ast.stmt]:
     return _Liveness().needed(body, set())[0]
 
 
-def _names(parts: Iterable[ast.AST]) -> list[ast.Name]:
-    return [node for part in parts for node in nodes_of(part) if isinstance(node, ast.Name)]
+def _nodes(parts: Iterable[ast.AST]) -> list[ast.AST]:
+    return [node for part in parts for node in nodes_of(part)]
+
+
+def _names(nodes: Iterable[ast.AST]) -> list[ast.Name]:
+    return [node for node in nodes if isinstance(node, ast.Name)]
 
 
 def _parts(statement: ast.stmt) -> tuple[list[ast.AST], list[ast.AST]]:
@@ -140,9 +144,9 @@ class _Liveness:
     def _header(self, statement: ast.stmt) -> tuple[set[str], set[str], bool]:
         if statement not in self._known:
             parts, targets = _parts(statement)
-            is_pure = not any(map(has_side_effects, parts))
-            reads, writes = ({node.id for node in _names(some)} for some in (parts, targets))
-            self._known[statement] = reads, writes, is_pure
+            read = _nodes(parts)
+            reads, writes = ({node.id for node in _names(of)} for of in (read, _nodes(targets)))
+            self._known[statement] = reads, writes, not any(map(_is_effect, read))
         return self._known[statement]
 
 
@@ -161,8 +165,8 @@ def _uses(block: list[ast.stmt]) -> Iterator[_Use]:
     """Yields all uses of names, in the order of the text."""
     for statement in block:
         reads, writes = _parts(statement)
-        yield from (_Use(node, False, statement, block) for node in _names(reads))
-        yield from (_Use(node, True, statement, block) for node in _names(writes))
+        yield from (_Use(node, False, statement, block) for node in _names(_nodes(reads)))
+        yield from (_Use(node, True, statement, block) for node in _names(_nodes(writes)))
         if isinstance(statement, (ast.For, ast.While, ast.If)):
             yield from _uses(statement.body)
             yield from _uses(statement.orelse)

@@ -60,7 +60,13 @@ TESTS = {
         "tests/compiler/test_weights.py",
         "tests/tools/test_blocks.py",
     ),
-    "serving": ("tests/compiler/test_engine.py", "tests/compiler/test_serving.py"),
+    "serving": (
+        "tests/compiler/test_engine.py",
+        "tests/compiler/test_engine_compiled.py",
+        "tests/compiler/test_engine_enabled.py",
+        "tests/compiler/test_engine_told.py",
+        "tests/compiler/test_serving.py",
+    ),
 }
 COLUMNS = ("row", "Python", "torch", "Triton", "transformers", "demo", *TESTS, "tried", "differs")
 HEADER = f"| {' | '.join(COLUMNS)} |"

@@ -37,8 +37,9 @@ def render_step(step: Step) -> Group:
 
 
 def _title(step: Step) -> Text:
-    rate = get_target(step.target).hbm_bytes_per_s / 1e12
-    said = f"at least {readable_time(step.total.floor_us)} on {step.target} ({rate:.1f} TB/s)"
+    chip = get_target(step.target)
+    rate = f"{chip.product}: {chip.hbm_bytes_per_s / 1e12:.1f} TB/s"
+    said = f"at least {readable_time(step.total.floor_us)} on {step.target} ({rate})"
     if step.total.bound:
         modelled = f"modelled at {with_bar(step.total.modelled_us, step.bar.percent)}"
         said = f"{modelled}, most of it {step.total.bound}; {said}"

@@ -2,6 +2,8 @@
 
     python -m tests.ops.collective.one_device DEVICE RANKS RANK FOLDER PORT
 
+On the CPU, a rank is a fork of the process that runs the tests, which has imported everything.
+
 On a GPU, torch's symmetric memory lets ranks share a device if an environment variable is set, and
 gloo carries what NCCL would. The ranks take turns on the GPU, so only results count, not times. On
 the CPU, a mapped file of each rank is its memory, and kernels run in Triton's interpreter. The
@@ -13,8 +15,10 @@ itself, and the other ranks wait for it.
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
+import logging
 import os
 import resource
 import signal
@@ -35,7 +39,7 @@ import torch.nn.functional as F
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import _symmetric_memory
 
-from tests.interpreted import Interpreter
+from tests.interpreted import Interpreter, wait_idly
 from tilewright.codegen.collective.plan import most_tokens
 from tilewright.ops import calls
 from tilewright.ops.collective import all_reduce_residual_norm as op
@@ -123,6 +127,7 @@ def _replace_gpu(rank: int, ranks: int, folder: Path) -> None:
         dist.barrier()
         return _Meeting(rank, [own if of == rank else mapped(of, made[-1]) for of in range(ranks)])
 
+    wait_idly()
     machine = _Machine()
     changed: list[tuple[Any, str, Any]] = [
         (_symmetric_memory, "empty", empty),
@@ -354,6 +359,19 @@ def be_rank(device: str, ranks: int, rank: int, folder: Path, port: int) -> None
             dist.barrier()  # a rank that failed alone ends here, and those that wait for it end too
         if watch.this_process(rank) != watch.UNKNOWN:
             bereft(of)
+
+
+def be_fork(errors: Path, *rank: Any) -> None:
+    """Runs a rank in a fork, without pytest's handlers and the parent's knowledge of ranks."""
+    faulthandler.disable()
+    logging.getLogger().handlers.clear()
+    sys.stdout = sys.stderr = errors.open("w", buffering=1)
+    for descriptor in (1, 2):
+        os.dup2(sys.stderr.fileno(), descriptor)
+    os.environ |= ENVIRONMENT
+    peers._shared.clear()
+    peers._kept.clear()
+    be_rank(*rank)
 
 
 if __name__ == "__main__":

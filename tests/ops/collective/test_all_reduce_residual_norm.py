@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.interpreted import Interpreter
+from tests.interpreted import Interpreter, wait_idly
 from tilewright.codegen.collective.kernels import ReduceConfig, shared_bytes
 from tilewright.codegen.collective.plan import most_tokens
 from tilewright.ops import calls
@@ -43,6 +43,7 @@ def parts_of(case, ranks):
 
 def be_rank(rank, a, config, memories, addresses, results):
     torch.set_num_threads(1)
+    wait_idly()
     sent = torch.zeros(config.blocks, dtype=torch.int32)
     machine = Interpreter(peers=PeerMemory(addresses, sent, rank))
     for call in range(CALLS):

@@ -7,6 +7,7 @@ where 4 ranks are enough: sums of two numbers do not depend on their order.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.collective.one_device import ENVIRONMENT, PARTS
+from tests.ops.collective.one_device import ENVIRONMENT, PARTS, be_fork
 from tilewright.ops.runtime import watch
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -82,27 +83,43 @@ def _run(device: str, ranks: int, folder: Path) -> World:
     return World(codes, [one.pid for one in running], errors, parts, waited, folder)
 
 
-def _started(device: str, ranks: int, folder: Path) -> list[subprocess.Popen]:
+class _Fork:
+    """A rank in a fork of this process, with the methods of `subprocess.Popen` that tests use."""
+
+    def __init__(self, *args: Any) -> None:
+        self._process = multiprocessing.get_context("fork").Process(target=be_fork, args=args)
+        self._process.start()
+        self.pid = self._process.pid
+        self.kill, self.wait = self._process.kill, self._process.join
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
+def _started(device: str, ranks: int, folder: Path) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    running = []
+    running: list[Any] = []
     for rank in range(ranks):
-        line = ["-m", "tests.ops.collective.one_device", device, ranks, rank, folder, port]
-        with (folder / f"errors-{rank}.txt").open("w") as errors:
+        path, of = folder / f"errors-{rank}.txt", (device, ranks, rank, folder, port)
+        if device == "cpu":
+            running.append(_Fork(path, *of))
+            continue
+        line = [sys.executable, "-m", "tests.ops.collective.one_device", *map(str, of)]
+        with path.open("w") as errors:
+            environment = os.environ | ENVIRONMENT
             running.append(
-                subprocess.Popen(
-                    [sys.executable, *map(str, line)],
-                    cwd=_ROOT,
-                    env=os.environ | ENVIRONMENT,
-                    stdout=errors,
-                    stderr=errors,
-                )
+                subprocess.Popen(line, cwd=_ROOT, env=environment, stdout=errors, stderr=errors)
             )
     return running
 
 
-def _ended(running: list[subprocess.Popen], limit_s: float) -> list[float | None]:
+def _ended(running: list[Any], limit_s: float) -> list[float | None]:
     """Waits for processes and returns the time at which each ended. Kills processes that run beyond
     the limit, and returns None for them."""
     ended: list[float | None] = [None] * len(running)

@@ -59,6 +59,8 @@ CASES = {
               "zero_point": 128},
     "fp8 rows": {"weight_format": "fp8", "scale_block": (1, 1 << 20)},
     "fp8 blocks": {"weight_format": "fp8", "scale_block": (128, 128)},
+    "fp8 exponents": {"weight_format": "fp8", "scale_block": (128, 128),
+                      "scale_dtype": torch.uint8},
     "nvfp4": {"weight_format": "nvfp4", "scale_block": (1, 16), "factor": True, **FP4},
     "mxfp4": {"weight_format": "mxfp4", "scale_block": (1, 32), **FP4},
     "nf4": {"weight_format": "nf4", "scale_block": (1, 64), "scale_dtype": torch.float32, **FP4},
