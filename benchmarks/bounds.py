@@ -1,5 +1,5 @@
-"""Measures upper bounds of one GPU: the memory rates with which the other benchmarks are
-compared."""
+"""Measures the memory rates of one GPU. The other benchmarks compare their rates with these upper
+bounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_all(pointer, out_ptr, num_elements, BLOCK: tl.constexpr):
 
 
 def reader(tensors: list[torch.Tensor]) -> list[Call]:
-    """Returns one call for each tensor, which reads that tensor once."""
+    """Returns a function for each tensor. A call of the function reads its tensor once."""
     out = torch.zeros(1, device="cuda")
 
     def read(tensor: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Benchmark of attention over a cache, in microseconds and as a share of the memory rate, with
-peers.
+"""Benchmark of attention over a cache, in microseconds and as a share of the memory rate, and of
+other implementations of it.
 
     python benchmarks/cache_attention.py [--out DIR] [--cases decode-16x2048 ...]
 
@@ -19,7 +19,7 @@ reads its own cache, and these caches together exceed the L2 cache.
 
 For decode, `share` is the rate at which the keys and values (or latents) of the tokens present are
 read once, as a share of the copy rate of the same run (`bounds.py`). For prefill, it is the TFLOP/s
-of the visible pairs. Each case is a process (`side_by_side.py`).
+of the visible pairs. Each case runs in a separate process (`side_by_side.py`).
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def positions(case: Case) -> torch.Tensor:
 def visible(case: Case, *, padded: bool = False) -> torch.Tensor:
     """Returns a bool mask [B, 1, queries, capacity].
 
-    With `padded`, the first b / 2B of the tokens of sequence b are hidden.
+    With `padded`, the mask hides the first b / (2 * B) of the tokens of sequence b, where B is the
+    number of sequences.
     """
     keys = torch.arange(case.capacity, device="cuda")
     mask = (keys <= positions(case)[:, None]).expand(case.batch, 1, -1, -1)

@@ -6,8 +6,8 @@ PyTorch has recorded graphs of its own.
 cuBLAS uses a workspace for products that it splits over K. During a capture, the workspace comes
 from the graph's memory pool, and later captures on the same stream use it too. When PyTorch records
 graphs of its own (mode="reduce-overhead"), it frees these workspaces and returns unused memory to
-the driver. Each case is a process that captures a graph twice, by hand, and replays the second one
-at the end. The cases differ in what happens in between:
+the driver. Each case is a process that captures the same products as a graph twice, by hand, and
+replays the second graph at the end. The cases differ in what happens between capture and replay:
 
     alone                    nothing
     first-deleted            the first graph is deleted
@@ -50,7 +50,8 @@ CASES = {
     "deleted-recorded-filled": ("delete", "record", "fill"),
     "recorded-before": ("before", "delete"),
 }
-#: Rows of x, columns of x, rows of the weight: products of few tiles and a long sum.
+#: The sizes of the products: (rows of x, columns of x, rows of the weight). Each product has few
+#: tiles and a long sum, so that cuBLAS splits the sum.
 SHAPES = ((1, 16384, 512), (16, 16384, 512), (32, 8192, 256), (64, 16384, 1024), (128, 28672, 256))
 FILLED_BYTES, FILLED = 32 << 20, 16
 
@@ -71,7 +72,7 @@ def captured(operands: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, li
 
 
 def record() -> None:
-    """Lets PyTorch record and replay graphs of its own."""
+    """Lets PyTorch record and replay its own graphs."""
     step = torch.compile(lambda x: torch.relu(x @ x) + 1, mode="reduce-overhead")
     x = torch.randn(256, 256, device="cuda")
     for _ in range(4):

@@ -3,9 +3,10 @@ device.
 
     python benchmarks/compile_time.py [--layers 8 16 32 80] [--model qwen3-30b-a3b --out DIR]
 
-Dynamo's time runs from the call of the model to the call of the backend. Tilewright's time is all
-of `fuse`: copy, view, match, rewrite, lint and the plans of the report. No GPU is needed. Results
-go to benchmarks/results/compile_time.json; for another model of the zoo, give a folder with --out.
+Dynamo's time runs from the call of the model to the call of the backend. tilewright's time is the
+whole time of `fuse`: copy, view, match, rewrite, lint and the plans of the report. No GPU is
+needed. Results go to benchmarks/results/compile_time.json; for another model of the zoo, give a
+folder with --out.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def compile_quietly(spec: KernelSpec) -> str:
     none."""
     try:
         compiled_kernel(spec, 0)
-    except Exception as error:  # any error of Triton is a result here
+    except Exception as error:  # the error is the result
         return f"{type(error).__name__}: {str(error)[:200]}"
     return ""
 

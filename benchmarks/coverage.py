@@ -8,9 +8,9 @@ The models are unmodified classes with small extents and random weights in bfloa
 `generate()` calls it, with the inputs of its own `prepare_inputs_for_generation`. The cache is a
 `StaticCache` if the class works with one (prefill and decode are compiled); otherwise it is the
 cache that the class makes itself (only decode is compiled). Every graph runs three times on copies
-of its inputs: in eager mode, compiled by tilewright, and in float64 as the reference for the other
-two. Each model runs in a process with a time limit. No GPU is needed: fused ops run their
-references.
+of its inputs: in eager mode, compiled by tilewright, and in float64, as the reference with which
+the other two runs are compared. Each model runs in a process with a time limit. No GPU is needed:
+fused ops run their references.
 
 Results go to benchmarks/results/coverage.json, row by row. Runs for different models, or for
 different parts of all models, may run at the same time; rows of other models stay.
@@ -58,9 +58,9 @@ MEMORY = 10 << 30
 class Judge:
     """A Dynamo backend that compiles with tilewright, and runs each graph in three ways.
 
-    It keeps the results of each graph's first call. `errors` has a line for each graph that is less
-    accurate than eager mode, and `unjudged` has one for each graph that cannot run in float64. The
-    seconds of Dynamo and of tilewright are the processor time of this process. `points` is the
+    A judge keeps the results of each graph's first call. `errors` has a line for each graph that is
+    less accurate than eager mode, and `unjudged` has one for each graph that cannot run in float64.
+    The seconds of Dynamo and of tilewright are the processor time of this process. `points` is the
     census.
     """
 
@@ -332,15 +332,15 @@ def part_of(names: Sequence[str], part: str) -> list[str]:
     """Returns the names of part "i/n", where i counts from 1. The part has every n-th name,
     starting with the i-th.
 
-    Neighbouring models take about the same time, so the parts do, too.
+    Neighbouring models take about the same time, so all parts take about the same time.
     """
     which, count = map(int, part.split("/"))
     return list(names)[which - 1 :: count]
 
 
 def keep(file: Path, row: dict[str, Any]) -> None:
-    """Puts a row into the file of results. It does so under a lock, because other runs may do so at
-    the same time."""
+    """Puts a row into the file of results. Takes a lock first, because other runs may write the
+    file at the same time."""
     facts = environment() | {"transformers": transformers.__version__}
     facts["command"] = "python benchmarks/coverage.py"
     folder = os.open(file.parent, os.O_RDONLY)

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.models.coded import FORMATS, MODELS, build_coded
 
-#: Models with experts. Only they have formats of stacked experts.
+#: Models with experts. The formats of stacked experts are combined only with these models.
 MIXTURES = ("deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss")
 OF_EXPERTS = ("mxfp4",)
 
@@ -26,7 +26,7 @@ def combinations() -> list[str]:
 
 
 def coded_case(name: str, phase: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    """Returns the model named, such as "llama+awq", and the keyword arguments of its step.
+    """Returns the model of a name such as "llama+awq", and the keyword arguments of its step.
 
     The model has two layers with weights of the format.
     """

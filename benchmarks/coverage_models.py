@@ -1,4 +1,4 @@
-"""Small versions of every causal language model of transformers.
+"""Builds small versions of every causal language model of transformers.
 
 Each model has the default config of its class with small extents and few layers. It has one layer
 of each kind that the default has.
@@ -16,8 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 HIDDEN, HEADS, HEAD_DIM, VOCAB = 64, 4, 16, 128
 MAX_LAYERS = 4
 
-#: Small extents by the name of their field. A field is skipped if a config lacks it or has None in
-#: it.
+#: Small extents by the name of a config's field. A field is skipped if a config does not have it,
+#: or has None as its value.
 EXTENTS: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "emb_dim"), HIDDEN),
     **dict.fromkeys(("word_embed_proj_dim", "input_embedding_size", "embedding_dim"), HIDDEN),
@@ -81,7 +81,8 @@ EXTENTS: dict[str, int] = {
     "original_max_position_embeddings": 32,
 }
 
-#: Small numbers by the name of their field. They are used if the default has more than one.
+#: Small numbers by the name of a config's field. A number is used if the field's default is larger
+#: than 1.
 FEW: dict[str, int] = {
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 CACHED, MAX_LENGTH = 512, 2048
 SHAPES = ((1, 1), (8, 1), (1, 128))
-#: The variants, each with its arguments of torch.compile.
+#: For each variant, its arguments of torch.compile.
 VARIANTS: dict[str, dict[str, str]] = {
     "eager": {"backend": "eager"},
     "stock": {},
@@ -49,7 +49,7 @@ def new_model() -> LlamaForCausalLM:
 
 
 def new_step(model: LlamaForCausalLM, batch: int, tokens: int, how: dict[str, str]) -> Any:
-    """Returns a pass over its own cache, as a function without arguments."""
+    """Returns a pass over a new cache, as a function without arguments."""
     config = model.config
     cache = StaticCache(config=config, max_cache_len=MAX_LENGTH)
     heads = config.num_key_value_heads

@@ -1,4 +1,5 @@
-"""Static caches for whole forward passes, and the arguments that `generate()` passes with them.
+"""Makes static caches for whole forward passes, and the arguments that `generate()` passes with
+such caches.
 
 A cache holds random numbers and is rewound between rounds of replays.
 """
@@ -13,7 +14,7 @@ import torch
 from transformers import StaticCache
 from transformers.masking_utils import create_masks_for_generate
 
-#: The largest number of replays of a captured pass between two times that its cache is rewound.
+#: The largest number of replays of a captured pass before its cache is rewound.
 REPLAYS = 16
 
 
@@ -66,7 +67,7 @@ def rewind(cache: StaticCache, position: int) -> None:
     end."""
     _rewind_host(cache, position)
     lengths = [layer.cumulative_length for layer in cache.layers]
-    torch._foreach_zero_(lengths)  # one launch for all layers, as for the addition
+    torch._foreach_zero_(lengths)  # one launch for all layers
     if position:
         torch._foreach_add_(lengths, position)
 
@@ -120,9 +121,10 @@ class CachedPass:
 
 
 def padded_tokens(batch: int, tokens: int, device: torch.device | str = "cuda") -> torch.Tensor:
-    """Returns how many of `tokens` are padding in each sequence, [batch].
+    """Returns the number of padding tokens among the `tokens` tokens of each sequence, [batch].
 
-    Sequence b has a share of b / (2 * batch), as in a batch of prompts of unequal lengths.
+    A share of b / (2 * batch) of the tokens of sequence b is padding, as in a batch of prompts of
+    unequal lengths.
     """
     return tokens * torch.arange(batch, device=device) // (2 * batch)
 

@@ -7,10 +7,10 @@ microseconds. A case is batch x tokens with a static cache; the model is called 
 calls it, with positions and a 4-D mask made outside of the pass. "-padded": the prompts differ in
 length, so shorter ones are padded on the left. "-nomask": no mask is given, as in a call by hand.
 "-nocache": no cache is given. "2x64@1900": the cache holds 1900 tokens of each sequence before the
-pass; without a number it holds 1000 if there is one new token, and none otherwise. Between rounds
-of replays the cache is rewound. The captured graph itself rewinds it only for prompts. Each case is
-a process: all compile side by side, then each has the GPU to itself. The weights of one pass exceed
-the L2 cache many times, so every pass is cold.
+pass; without a number it holds 1000 if there is one new token, and none otherwise. The cache is
+rewound between rounds of replays; only for prompts does the captured graph itself rewind the cache.
+Each case runs in a separate process: all processes compile side by side, then each process has the
+GPU to itself. The weights of one pass exceed the L2 cache many times, so every pass is cold.
 
 floor: the time to read the weights in use, and in a decode step the tokens present, at the copy
 rate of the same run; it is a bound only where memory limits the pass. peak: memory of a pass beyond
@@ -37,7 +37,7 @@ from timing import capture, interleaved_us, keep
 
 from tilewright.compiler import reports
 
-# Capacity of a cache in tokens, unless a prompt is longer.
+# The capacity of a cache in tokens. It is larger if a prompt is longer.
 MAX_LENGTH = 2048
 START = 1000
 
@@ -113,8 +113,8 @@ def real_tokens(case: Case) -> torch.Tensor:
 
 
 def prepared(model: Any, case: Case) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
-    """Returns (the row so far, the graphs by variant, the calls that own their memory) of a
-    case."""
+    """Returns (the row so far, the graphs by variant, the calls that own the memory of the graphs)
+    of a case."""
     ids = torch.randint(0, model.config.vocab_size, (case.batch, case.tokens), device="cuda")
     variants = {
         "eager": model,
@@ -154,7 +154,7 @@ def run_case(name: str, layers: int, text: str) -> None:
         row |= interleaved_us(
             graphs, 1, rounds=12, replays=5, before_round=lambda: [one.rewind() for one in cached]
         )
-        del calls  # the graphs needed their caches and tokens until here
+        del calls  # the graphs used their caches and tokens until here
         known = MODELS[name]
         idle = 1 - known.experts_per_token / known.experts
         share = 1 - idle ** (case.batch * case.tokens)

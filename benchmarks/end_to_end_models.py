@@ -1,4 +1,5 @@
-"""Hugging Face models of `end_to_end.py`: published dims, random weights, fewer layers."""
+"""Defines the Hugging Face models of `end_to_end.py`, with published dims, random weights and fewer
+layers."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ Inductor's CUDA graphs). Variants:
     tilewright-paged-deferred   PagedCache, the same
 
 Each call of the compiled variants resets and reuses the same cache, so CUDA graphs are recorded
-once; the eager variant makes a new dynamic cache for each call. Each batch is a process: all
-compile side by side, then each has the GPU to itself. There each variant warms up before it is
-timed.
+once; the eager variant makes a new dynamic cache for each call. Each batch size runs in a separate
+process: all processes compile side by side, then each process has the GPU to itself, and warms up
+each variant before it times the variant.
 
-No call has an end token, so only its length ends it: the deferred variants do not time the one
-more step that calls with an end token run.
+No call has an end token, so only the number of new tokens ends a call. Calls with an end token run
+one more step with a deferred check; the times of the deferred variants do not include this step.
 
 tokens: new tokens of the batch per second of whole calls, prompt included. steps: new tokens per
 second after the prompt. same: the share of new tokens that equal eager's; with random weights the
@@ -54,7 +54,7 @@ from tilewright.tools.paged_cache import PagedCache
 PROMPT, NEW = 1000, 128
 LAYERS = {"llama3-8b": 32, "qwen3-30b-a3b": 16, "deepseek-v2-lite": 27}
 ROUNDS = 2
-# The variants, each with the backend of its steps and a function that makes its cache.
+# For each variant, the backend of its steps and a function that makes its cache.
 VARIANTS: dict[str, tuple[str | None, Callable[[Any, int], Any]]] = {
     "eager": (None, lambda config, length: DynamicCache(config=config)),
     "stock": ("inductor", lambda config, length: StaticCache(config=config, max_cache_len=length)),
@@ -67,14 +67,14 @@ VARIANTS: dict[str, tuple[str | None, Callable[[Any, int], Any]]] = {
         lambda config, length: PagedCache(config, max_cache_len=length),
     ),
 }
-#: The variants with a deferred check, each with the variant that is otherwise the same.
+#: For each variant with a deferred check, the variant that is otherwise the same.
 DEFERRED = {f"{name}-deferred": name for name in ("tilewright", "tilewright-paged")}
 VARIANTS |= {name: VARIANTS[of] for name, of in DEFERRED.items()}
 SHORT = ["tilewright", "tilewright-deferred"]
 
 
 def prompts(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Returns random prompts. Sequence b has a share of b / (2 * batch) of padding."""
+    """Returns random prompts. A share of b / (2 * batch) of the tokens of sequence b is padding."""
     torch.manual_seed(1)
     ids = torch.randint(1, model.config.vocab_size, (batch, length), device=model.device)
     mask = torch.ones_like(ids)
@@ -84,7 +84,7 @@ def prompts(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
 
 
 class Variant:
-    """One way to call generate(), with a cache of its own."""
+    """One way to call generate(), with the cache that its calls use."""
 
     def __init__(self, model: Any, name: str, inputs: dict[str, torch.Tensor], new: int) -> None:
         self.model, self.name, self.inputs, self.new = model, name, inputs, new
@@ -154,7 +154,7 @@ def facts(
     batch = inputs["input_ids"].shape[0]
     tokens = variant()
     assert tokens.shape == (batch, new)
-    peak = peak_mib(variant)  # the first call recorded the CUDA graphs
+    peak = peak_mib(variant)  # the warm-up recorded the CUDA graphs
     whole, first = seconds(variant, rounds), seconds(lambda: variant(1), rounds)
     return {
         "tokens": batch * new / whole,

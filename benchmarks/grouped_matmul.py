@@ -4,13 +4,13 @@
 
 A case is `model/stage/form/tokens,tokens`, for instance `qwen3/up/dense/1,16`. The stage is up or
 down. The form is dense, fp16, fp8_rows (both operands are codes) or a format of
-ops.formats.expert_weight. A + after a number of tokens also times other tiles than the planner's.
-`quantise` (or `quantise+`) measures the quantiser. Without cases, those of the kept results are
-measured.
+ops.formats.expert_weight. With a + after a number of tokens, tiles other than the planner's are
+also timed. `quantise` (or `quantise+`) measures the quantiser. Without cases, those of the kept
+results are measured.
 
 Routing is random. Times are microseconds of CUDA graphs with a cold L2 cache; TB/s count the
-weights of the experts in use. float16 is also timed without graphs: there torch loops over the
-groups and waits for the GPU, so its call cannot be captured.
+weights of the experts in use. float16 is also timed without graphs: for float16, torch loops over
+the groups and waits for the GPU, so its call cannot be captured.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def peer(a: GroupedMatmulArguments) -> Call:
 
 
 def forced_plans(case: Case) -> dict[str, GroupedPlan]:
-    """Returns the plans that are timed next to the op: other tiles, and other tiles that decode
-    first."""
+    """Returns the plans that are timed next to the op: other tiles, and tiles after a kernel that
+    decodes all weights first."""
     if not case.sweep:
         return {}
     rows = -(-case.rows // case.shape.num_experts)
@@ -184,10 +184,10 @@ def measure(case: Case, given: dict[str, Any]) -> dict[str, Any]:
     want = OP.reference(few)
     for name, plan in forced_plans(case).items():
         try:
-            # Each call decodes into its own memory, so fewer calls have room.
+            # Each call decodes into separate memory, so there is room for fewer calls.
             runs = [forced(a, plan) for a in (sets[:2] if plan.decode else sets)]
             graphs[name] = capture([runs[i % len(runs)] for i in range(calls)], warmup=1)
-        except Exception as error:  # a config that cannot be launched is a result here
+        except Exception as error:  # the error of a config is its result
             print(f"    {name}: {type(error).__name__}: {str(error)[:150]}")
     got = OP.call(sets[0])[:64]
     error = float((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-9))
@@ -245,7 +245,7 @@ def quantise(sweep: bool) -> list[dict[str, Any]]:
     """Measures `quantize_nvfp4` on the rows of Qwen3's and DeepSeek's experts."""
     kept = []
     for rows, inner in QUANTISED:
-        # The calls of a graph together exceed the L2 cache.
+        # The operands of all calls of a graph together exceed the L2 cache.
         count = max(1, min(8, int(COLD_BYTES) // (rows * inner * 2)))
         ends = torch.arange(0, 129, device=DEVICE) * (rows // 128)
         sets = [

@@ -1,11 +1,12 @@
-"""Compile time per node of large graphs, which repeat one structure up to thousands of nodes.
+"""Measures the compile time per node of large graphs, which repeat one structure up to thousands of
+nodes.
 
     python benchmarks/large_graphs.py [--sizes 512 1024 2048 4096] [--only unbind] [--profile]
 
 A size is the approximate number of nodes of a graph. Each row has the seconds of Dynamo and of
 tilewright (all of `fuse`: copy, view, match, rewrite, lint and plans), and tilewright's time per
-node. `growth` is the time per node of the largest graph over that of the smallest; it is 1 if time
-is linear in the number of nodes. No GPU is needed. Results go to
+node. `growth` is the time per node of the largest graph divided by that of the smallest; it is 1 if
+the time is linear in the number of nodes. No GPU is needed. Results go to
 benchmarks/results/large_graphs.json.
 """
 

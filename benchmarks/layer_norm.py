@@ -5,11 +5,12 @@
 
 Each row is one part of a layer at a model's published sizes. `up` is the norm, the first linear of
 the MLP and its activation; `qkv` is the norm, the projections of q, k and v, and the write of k and
-v into a static cache (of all tokens' sequences, one token each; 256 tokens are one sequence). The
-part is compiled by stock torch.compile and by tilewright, as a user compiles it. `rms` is
-tilewright with an RMSNorm in place of the LayerNorm. Times are microseconds of CUDA graphs with a
-cold L2 cache, timed in turn. floor: the bytes of the weights at the copy rate of the same run.
-Errors: relative in the 2-norm, from float64.
+v into a static cache. Each token is the new token of another sequence, but 256 tokens are one
+sequence. The part is compiled by stock torch.compile and by tilewright, as a user compiles it.
+`rms` is tilewright with an RMSNorm in place of the LayerNorm. Times are microseconds of CUDA graphs
+with a cold L2 cache, timed in turn. floor: the bytes of the weights at the copy rate of the same
+run.
+Errors are relative errors against float64, in the 2-norm.
 
 A process for each model and part compiles all its rows, then has the GPU to itself. Results go to
 results/layer_norm.json. With --tiny, small sizes run on any device, to try the benchmark.
@@ -37,7 +38,7 @@ from tilewright.compiler import reports
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS: dict[str, Any] = {} if DEVICE == "cuda" else {"everywhere": True, "inner": "eager"}
 COLD_BYTES = 250e6
-# A linear of more tokens is a library's product, which tilewright leaves to the graph.
+# With more tokens, tilewright leaves a linear in the graph, and a library computes it.
 TOKENS = {"up": (1, 16, 64), "qkv": (1, 16, 64, 256)}
 CAPACITY = 512
 EPS = 1e-5
@@ -45,8 +46,9 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a model. activation: of its MLP. bias: whether its linears have one. stored:
-    "rows" for weights [N, K], "columns" for [K, N], as GPT-2's Conv1D stores them."""
+    """The sizes of a model. activation: the activation of its MLP. bias: whether its linears have a
+    bias. stored: "rows" if weights are stored as [N, K], "columns" if they are stored as [K, N], as
+    in GPT-2's Conv1D."""
 
     hidden: int
     inner: int
@@ -67,8 +69,8 @@ MODELS = {
 }
 TINY = Model(64, 128, 4, 4, 16, GELU_TANH)
 Part = Callable[..., Any]
-#: Variants of all rows of a process are compilations of one code object. Beyond the default limit
-#: of 8, Dynamo would run them uncompiled.
+#: All variants of all rows of a process are compilations of one code object. Dynamo's default limit
+#: is 8 compilations of a code object; it would run further variants uncompiled.
 COMPILATIONS = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
 
 
@@ -153,7 +155,7 @@ def error(made: torch.Tensor, exact: torch.Tensor) -> float:
 
 @dataclass
 class Prepared:
-    """A row without its times. sets: the arguments of each call."""
+    """A row whose times are not measured yet. sets: the arguments of each call."""
 
     facts: dict[str, Any]
     calls: dict[str, Part]

@@ -7,18 +7,18 @@
 
 qkv is `fused_qkv_paged` with a paged cache, gate_up is `linear_activation` after an RMS norm, and
 down and out (the projection after attention) are `linear_residual`. Weights are random codes, laid
-out as in checkpoints, and bf16 weights of the same dims in the same run. Times are microseconds of
-CUDA graphs with a cold L2 cache; the formats are timed in turn, each after a pause. bytes: the
-bytes of codes, scales and zeros, or of bf16 weights. share: bytes / time, as a share of the bytes
-that a copy of 2 GiB reads and writes per second. error: of linears, relative in the 2-norm, from
-float64 of the same codes. Ops are also timed for more tokens than patterns accept; then `left` says
-why a graph keeps its own calls.
+out as in checkpoints. bf16 weights of the same dims are timed in the same run. Times are
+microseconds of CUDA graphs with a cold L2 cache; the formats are timed in turn, each after a pause.
+bytes: the bytes of codes, scales and zeros, or of bf16 weights. share: bytes / time, as a share of
+the bytes that a copy of 2 GiB reads and writes per second. error: the relative error of a linear
+against float64 with the same codes, in the 2-norm. Ops are also timed for more tokens than patterns
+match; `left` then says why a graph keeps its own calls.
 
---prompts measures products of many tokens whose activations the graph rounds to float8, too.
-`scaled_linear` has scales by tensor, row or block. Its peers are `bf16`, the library's GEMM with
-bf16 weights, and `graph`, torch.compile of the graph that the op replaces with scales by row: x and
-the weight are decoded to bf16 and multiplied. `qkv` has such codes, by the planned fused kernel and
-by the library.
+--prompts measures products of many tokens in graphs that also round activations to float8.
+`scaled_linear` has scales by tensor, row or block. It is compared with `bf16`, the library's GEMM
+with bf16 weights, and with `graph`, torch.compile of the graph that the op replaces, with scales by
+row. This graph decodes x and the weight to bf16 and multiplies them. `qkv` measures QKV projections
+of such codes, by the planned fused kernel and by the library.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ DENSE = Format("bf16", "dense", (0, 0))
 KNOWN = {"bf16": DENSE} | {name: BY_NAME[name] for name in WEIGHT_ONLY}
 TOKENS = (1, 16, 64, 1024)
 PROMPTS = (256, 1024, 1027, 4096)
-#: Kinds of scales. For x: the rows of its scales (0 for one scale per token), and the columns that
-#: share a scale. For the weight: the rows and columns that share a scale. 0 rows of a weight, or 0
-#: columns, stand for all of them.
+#: For each kind of scales, a pair for x and a pair for the weight. The pair for x is (the number of
+#: rows of scales, or 0 for one scale per token; the columns that share a scale). The pair for the
+#: weight is (the rows, and the columns, that share a scale). 0 rows of a weight, or 0 columns,
+#: stand for all rows or columns.
 KINDS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "tensors": ((1, 0), (0, 0)),
     "rows": ((0, 0), (1, 0)),
@@ -120,7 +121,7 @@ def qkv(form: Format, model: Model) -> Linears:
         tables = (f(angles.repeat(1, 2)).bfloat16() for f in (torch.cos, torch.sin))
         layer = QuantizedLayer(x, None, parts, None, None, *tables)
         made = quantized_arguments(form, shape, layer, cache)
-        return replace(made, static_tokens=True)  # as in a decode step's graph
+        return replace(made, static_tokens=True)  # as for a decode step's graph
 
     return Linears("fused_qkv_paged", parts, arguments)
 
@@ -179,7 +180,7 @@ def error(arguments: Any, made: torch.Tensor) -> float:
 
 @dataclass
 class Weights:
-    """The weights of one format. There are enough of them to exceed the L2 cache."""
+    """The weights of one format, enough to exceed the L2 cache."""
 
     form: Format
     layers: list[Linears]

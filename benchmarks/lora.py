@@ -5,7 +5,7 @@ own ways.
 
 Times are microseconds per call, in CUDA graphs with a cold L2 cache. Tokens are sorted by adapter.
 `unsorted` is the fused op with an id for each token, in random order; its time includes the sorting
-that it needs. Peers of the shrink:
+that it needs. The shrink is compared with:
 
     grouped_mm    torch._grouped_mm over one stack [G, K, 3R], then the permutation to planes
     gather a gather of each token's weights and a bmm; left out if it needs over 1 GB linear one
@@ -19,12 +19,13 @@ the norm of the exact result. cpu: CPU time of an uncaptured call. lowering, ker
 and its reason. A single adapter is given without offsets, as in graphs. "weights": "separate"
 stands for three matrices of one adapter, as PEFT has them.
 
-Rows with "op": "expand" add the deltas to q, k and v; their peer is three torch._grouped_mm and
-three additions. Rows with "op": "delta" are shrink and expand of one float32 adapter, with the
-deltas side by side; their peer, `linears`, is three pairs of products, scaled and joined. `taken`
-says whether patterns use the kernels there. 8 adapters are measured with all ranks, other numbers
-of adapters with ranks 16, 64 and 128. Every row is kept as soon as it is measured. A row that fails
-has the error in "failed", and the run then exits with 1.
+Rows with "op": "expand" add the deltas to q, k and v; they are compared with three
+torch._grouped_mm and three additions. Rows with "op": "delta" are shrink and expand of one float32
+adapter, with the deltas side by side; they are compared with `linears`, which is three pairs of
+products, scaled and joined. `taken` says whether patterns use the kernels for such a row. 8
+adapters are measured with all ranks, other numbers of adapters with ranks 16, 64 and 128. Every row
+is kept as soon as it is measured. A row that fails has the error in "failed", and the run then
+exits with 1.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def compile_loop_quietly(shape: LoraShape) -> str:
     none."""
     try:
         compiled_loop(make_set(shape))
-    except Exception as error:  # any error is a result here
+    except Exception as error:  # the error is the result
         return f"{type(error).__name__}: {str(error)[:200]}"
     return ""
 
@@ -151,7 +152,7 @@ def measure_shrink(shape: LoraShape, copy: float, *, with_loop: bool) -> dict[st
     sets = make_sets(shape, most=MOST_CALLS)
     variants = shrink_variants(shape, sets, with_loop=with_loop)
     want = exact(sets[0])
-    peer = grouped_mm(sets[0])  # all forms are compared with it
+    peer = grouped_mm(sets[0])  # the result with which all others are compared
     errors = {
         "tilewright_error": error(variants["tilewright"](0), want),
         "grouped_mm_error": error(peer, want),

@@ -1,4 +1,4 @@
-"""Dims, inputs and timing that the LoRA benchmarks share."""
+"""Defines the dims, inputs and timing that the LoRA benchmarks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times tile configs of the LoRA kernels, as a basis of the planner's rules.
+"""Times tile configs of the LoRA kernels. The planner's rules are based on these times.
 
     python benchmarks/lora_sweep.py CASES [--top 6]
 

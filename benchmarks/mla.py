@@ -1,4 +1,5 @@
-"""Benchmark of MLA prefill of one layer: the whole branch, and the attention core, with peers.
+"""Benchmark of MLA prefill of one layer: the whole branch and the attention core, compared with
+PyTorch, cuDNN and flex_attention.
 
     python benchmarks/mla.py [--out DIR] [--heads 16 128] [--batches 512 "one long" ...]
 
@@ -21,7 +22,8 @@ The core is measured for one sequence, with keys and values as inputs. tilewrigh
 bits). cuDNN and flex_attention get the two parts of the keys joined. TFLOP/s count the causal half.
 host: CPU microseconds of a repeated call, without waiting for the GPU.
 
-All of tilewright's kernels compile first; then each case is a process (`side_by_side.py`).
+All of tilewright's kernels compile first; then each case runs in a separate process
+(`side_by_side.py`).
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ BATCHES = {str(n): (n,) for n in (512, 1024, 2048, 4096, 8192, 16384)} | {
     "one long": (4096, 512, 256, 128, 64, 64),
     "many short": (200, 120, 333, 64, 512, 90, 256, 128, 400, 77, 300, 150),
 }
-# The largest numbers of TFLOP and of calls in one captured graph.
+# CAPTURED_TFLOP is the largest number of TFLOP in one captured graph, and CAPTURED_CALLS the
+# largest number of calls.
 CAPTURED_TFLOP, CAPTURED_CALLS = 0.2, 8
 HOST_CALLS = 20
 

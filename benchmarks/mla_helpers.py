@@ -1,12 +1,13 @@
-"""Times the kernels that make MLA's keys: the latents against a copy, the up-projection by tiles.
+"""Times the kernels that make MLA's keys. The kernel of latents is compared with a copy, and the
+up-projection is timed with several tiles.
 
     python benchmarks/mla_helpers.py [--heads 16 128] [--rows 1024 4096 16384] [--out FOLDER]
 
 A batch has one sequence. "new" rows are stored, gathered and, as codes, quantised in one launch.
 "cached" rows are gathered together with one new row. "stored" rows are only stored. Times are
 microseconds of CUDA graphs. The L2 cache is cold if several sets of arguments exceed it. Bandwidth
-is the bytes read and written, divided by the time. It is compared with that of torch's copy of as
-many bytes.
+is the bytes read and written, divided by the time. The bandwidth is compared with that of torch's
+copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ def launched(launch: Launch) -> Callable[[], None]:
 def latent_bytes(form: str, rows: int, coded: bool) -> int:
     """Returns the bytes that the kernel of latents reads and writes for `rows` rows.
 
-    The entry of a row is read, and it is written to the buffer, to the cache, or to both. For a new
-    or stored row, the rotation is also read, in fp32.
+    The kernel reads the entry of a row, and writes it to the buffer, to the cache, or to both. For
+    a new or stored row, the rotation is also read, in fp32.
     """
     entry, rotation = 2 * (RANK + ROPE), 4 * ROPE
     out = RANK + 4 * RANK // 128 + 2 * ROPE if coded else entry

@@ -1,4 +1,5 @@
-"""Inputs of one MLA layer's prefill, and its implementations in plain PyTorch and in float64."""
+"""Makes the inputs of one MLA layer's prefill, and computes the prefill in plain PyTorch and in
+float64."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def stock(
     """Computes the branch [T, H, V] for q [T, H, N + R] as serving code does, one sequence after
     the other.
 
-    It writes the entries of `pool` [P, PAGE, L + R] at `slots`.
+    Also writes the entries of `pool` [P, PAGE, L + R] at `slots`.
     """
     heads, flat = q.shape[1], pool.view(-1, RANK + ROPE)
     latent = F.rms_norm(latents[:, :RANK], (RANK,), norm, EPS)
@@ -54,7 +55,8 @@ def stock(
 
 
 class Layer:
-    """Tensors of a layer for new sequences of the given lengths, and arguments of the fused ops."""
+    """The tensors of a layer for new sequences of the given lengths, and the arguments of the fused
+    ops."""
 
     def __init__(self, heads: int, lengths: tuple[int, ...], device: str) -> None:
         def normal(*shape: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Benchmark of one layer's routed experts: fused op, eager, stock torch.compile, and GEMMs alone.
+"""Benchmark of one layer's routed experts: fused op, eager, stock torch.compile, and the GEMMs
+alone.
 
     python benchmarks/moe.py [--out DIR] [--models qwen3-30b-a3b ...] [--tokens 1 16 ...]
         [--formats dense fp8fp8 ...]
@@ -11,11 +12,11 @@ sum). stock: torch.compile of that chain for each token count; with symbolic tok
 slower than eager. over_best: the time of the faster of these two over tilewright's. up, down:
 tilewright's two GEMMs alone, after the sort; up gathers its rows and applies the activation.
 grouped_up, grouped_down: torch._grouped_mm on rows that are already sorted. bf16: the dense op on
-the same routes in the same run. It is the peer of quantised weights (and, in fp8fp8, quantised
-activations), which eager and stock could only dequantise. TB/s count the weights of the experts in
-use, input rows and output rows; of_copy is their share of the copy bandwidth of the same run.
-Errors are the root mean square of the difference from float64, over that of the result. cpu: CPU
-time of a repeated call, outside of a graph.
+the same routes in the same run. Quantised weights (and, in fp8fp8, quantised activations) are
+compared with it, because eager and stock could only dequantise them. TB/s count the weights of the
+experts in use, input rows and output rows; of_copy is their share of the copy bandwidth of the same
+run. Errors are the root mean square of the difference from float64, divided by the root mean square
+of the result. cpu: CPU time of a repeated call, outside of a graph.
 
 Dense rows go to moe.json and quantised rows to moe_quantized.json, each as soon as it is measured.
 """
@@ -52,8 +53,9 @@ from tilewright.ops.moe.moe import OP
 TOKENS = (1, 16, 64, 1024, 4096)
 MORE_TOKENS = (4, 256, 8192)
 ZIPF_TOKENS = (16, 1024, 4096)
-# The formats that are measured next to bf16, by model. These are formats that have checkpoints, or
-# that are of interest for the model. Their numbers of tokens are below.
+# For each model, the formats that are measured next to bf16. Checkpoints of the model have these
+# formats, or the formats are of interest for the model. The constants below have the numbers of
+# tokens for these formats.
 FORMATS = {
     "qwen3-30b-a3b": ("nvfp4", "fp8fp8", "int4", "fp8"),
     "mixtral-8x7b": ("nvfp4", "fp8fp8"),
@@ -78,8 +80,8 @@ def kernels(shape: MoeShape, form: str, tokens: Sequence[int]) -> set[KernelSpec
 
 
 class Layer:
-    """The weights of one model, which are made when they are first needed, and its compiled
-    peer."""
+    """The weights of one model, which are made when they are first needed, and the compiled PyTorch
+    version of the layer."""
 
     def __init__(self, shape: MoeShape) -> None:
         self.shape = shape
@@ -107,8 +109,8 @@ class Layer:
 
 
 def serve(connection: Connection, shape: MoeShape, tokens: Sequence[int]) -> None:
-    """Compiles the peer, sends "ready", and then measures the requested rows until it receives
-    None."""
+    """Compiles the PyTorch version, sends "ready", and then measures the requested rows until it
+    receives None."""
     torch.manual_seed(0)
     # Dynamo compiles one program for each token count.
     torch._dynamo.config.recompile_limit = 64

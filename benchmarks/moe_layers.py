@@ -1,4 +1,4 @@
-"""Mixture-of-experts dims, routing and random layers that the benchmarks share."""
+"""Defines the dims, routing and random layers of mixtures of experts that the benchmarks share."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class MoeShape:
         return 3 * self.hidden * self.inner
 
     def argument_sets(self, num_tokens: int, form: str) -> int:
-        """Returns the number of draws of routes that keeps the L2 cache cold."""
+        """Returns the number of argument sets, each with other random routes, that keeps the L2
+        cache cold."""
         share = 1 - (1 - self.num_slots / self.num_experts) ** num_tokens
         read = share * self.num_experts * self.expert_elements * WEIGHT_BYTES[form]
         return max(2, -(-int(COLD_BYTES) // int(read)))
@@ -58,7 +59,8 @@ SHAPES = (
     MoeShape("deepseek-v3 over 8 GPUs", 7168, 256, 256, 8),
     MoeShape("gpt-oss-120b", 2880, 2880, 128, 4, oss=True),
 )
-# One GPU's share of the experts, with all their columns. It is measured with activations of codes.
+# One GPU's share of the experts, with all columns of these experts. It is measured with activations
+# of codes.
 EXPERT_SHARE = MoeShape("32 experts of deepseek-v3", 7168, 2048, 32, 8)
 BY_NAME = {shape.name: shape for shape in (*SHAPES, EXPERT_SHARE)}
 
@@ -68,7 +70,8 @@ def routes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (expert_ids int64 [T, S], weights bf16 [T, S]), the top-k of random scores.
 
-    With `kind` "random", all experts are equally likely; with "zipf", their odds are 1 / rank.
+    With `kind` "random", all experts are equally likely. With "zipf", the odds of an expert are 1 /
+    (its rank).
     """
     scores = torch.rand(num_tokens, shape.num_experts, device=device)
     if kind == "zipf":
@@ -133,8 +136,8 @@ class Experts:
 def make_experts(shape: MoeShape, form: str = "dense", device: str = "cuda") -> Experts:
     """Returns random weights in a format of ops.formats.expert_weight.
 
-    "fp8fp8" stands for fp8 with quantised activations. On the device "meta", the weights have only
-    shapes.
+    "fp8fp8" stands for fp8 weights with quantised activations. On the device "meta", the weights
+    have only shapes.
     """
     e, h, i = shape.num_experts, shape.hidden, shape.inner
     rows = "fp8" if form == "fp8fp8" else "dense"

@@ -23,7 +23,7 @@ MAX_SETS = 16
 # The number of tokens up to which errors are measured. For more tokens, computing the float64
 # reference would take most of the run.
 CHECKED_TOKENS = 64
-# The names of the kernels of the two GEMMs in the results.
+# For each kernel of the two GEMMs, its name in the results.
 GEMMS = {
     **dict.fromkeys(("moe_up", "moe_up_codes", "moe_up_scaled"), "up"),
     **dict.fromkeys(("grouped_gemm", "moe_down_codes", "grouped_scaled"), "down"),
@@ -51,7 +51,7 @@ def chain(shape: MoeShape) -> Callable[..., torch.Tensor]:
         inverse[perm] = torch.arange(perm.size(0), device=x.device)
         return out[inverse].view(*ids.shape, -1).sum(1).to(x.dtype)
 
-    # Dynamo counts its compilations by code object, so each model gets its own.
+    # Dynamo limits the compilations of a code object, so each model gets a separate code object.
     code = experts.__code__.replace(co_name=f"experts_{shape.num_experts}_{shape.hidden}")
     return FunctionType(code, globals(), code.co_name, None, experts.__closure__)
 
@@ -147,7 +147,8 @@ def _no_scales() -> dict[str, None]:
 
 
 def rates(shape: MoeShape, form: str, row: dict[str, Any], copy: float) -> dict[str, Any]:
-    """Returns TFLOP/s and TB/s of the GEMMs alone, and the ratios to their peers."""
+    """Returns TFLOP/s and TB/s of the GEMMs alone, and the ratios of the times of PyTorch's
+    versions to tilewright's."""
     routes = row["tokens"] * shape.num_slots
     matrix = shape.hidden * shape.inner
     # The bytes of an element of x, and of an element of the first GEMM's result. The second GEMM

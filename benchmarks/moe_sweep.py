@@ -1,4 +1,5 @@
-"""Times tile configs of the two expert GEMMs and of the sort, as a basis of the planner's rules.
+"""Times tile configs of the two expert GEMMs and of the sort. The planner's rules are based on
+these times.
 
     python benchmarks/moe_sweep.py CASES [--top 5]
 
@@ -10,9 +11,9 @@ first letter names the kernel:
     d, c    with streamed codes: swapped, not swapped
     r, q    codes by codes: swapped, not swapped
 
-At its end, `f` stands for flattened, `k256` for the size of its parts, `h` for two halves, and `c`
-for a quantised result. The config of a sort is `c128kw4l512r32`, with k if the routes are counted
-beforehand.
+At the end of a config, `f` stands for a flattened loop, `k256` for the size of the parts of K, `h`
+for two halves, and `c` for a quantised result. The config of a sort is `c128kw4l512r32`, with k if
+the routes are counted beforehand.
 
 Times are microseconds of CUDA graphs with a cold L2 cache, with TFLOP/s and TB/s (of the weights of
 the experts in use), beside torch._grouped_mm on sorted rows.
@@ -96,7 +97,7 @@ def stage_steps(
 ) -> list[Launch]:
     """Returns the launches of a case's stage in one config.
 
-    They use the scratch memory of `base`, which has the launches of a plain plan.
+    The launches use the scratch memory of `base`, which has the launches of a plain plan.
     """
     if case.stage == "order":
         return order_steps(order_config(text), base, problem)
@@ -190,7 +191,7 @@ def measure(case: Case, experts: Experts, bad: dict[str, str], top: int) -> None
             if got.dtype == torch.float8_e4m3fn:
                 got = got.view(-1, SCALED_K).float() * values["hidden_scale_ptr"].view(-1, 1)
                 got = got.flatten()[: want.numel()] if want is not None else got.flatten()
-            # Kernels that read streamed codes need hidden rows in another order than these.
+            # Kernels that read streamed codes need the hidden rows in another order.
             if want is None and not (case.stage == "down" and text[0] in "cd"):
                 want = got.float().clone()
             checked = want is not None and not (case.stage == "down" and text[0] in "cd")

@@ -1,24 +1,24 @@
-"""Compares the planner's tiles with the fastest of the tiles around them.
+"""Compares the times of the planner's tiles with those of similar tiles.
 
     python benchmarks/plans.py [--ops linear qkv attention latents mla experts lora]
         [--cases TEXT ...] [--unfitted] [--most 16] [--seconds 90] [--list] [--out DIR]
 
-Each row is one call of an op at the sizes of a published model. The op runs with the tiles that
-the planner chooses, and with others. For linears, attention, experts and LoRA these are the plan's
-tiles with one or two of their numbers changed: sizes and splits halved or doubled, warps halved or
-doubled, one pipeline stage or program more or less; at most `--most` of them. Linears try the
+Each row is one call of an op at the sizes of a published model. The op runs with the tiles that the
+planner chooses, and with other tiles. For linears, attention, experts and LoRA, the other tiles are
+the plan's tiles with one or two numbers changed: sizes and splits halved or doubled, warps halved
+or doubled, one pipeline stage or program more or less; at most `--most` of them. Linears try the
 planner's tilings first, and rounded latents try several numbers of parts and warps. For the QKV
-projection the others are the configs that `tune` measures, and the library. For MLA they are
-attention to the latents themselves, and to expanded keys in several tiles. Tiles that do not
-compile, or whose result differs from the plan's by more than rounding, are left out.
+projection, the others are the configs that `tune` measures, and the library. For MLA, the others
+are attention to the latents themselves, and attention to expanded keys in several tiles. Tiles that
+do not compile, or whose result differs from the plan's by more than rounding, are left out.
 
 Times are microseconds of CUDA graphs with a cold L2 cache: all tiles in three rounds, then the plan
-and the fastest five in fifteen. ratio: the time of the plan over that of the fastest. us: the time
-of each; the kept files have the eight fastest. fitted: whether a rule of the planner was fitted to
-a measurement of this call; the other rows test the rules. Results go to results/plans.json. --cases
-selects the rows whose name contains one of the texts, and --unfitted those that no rule was fitted
-to. After --seconds no further row is measured. --list prints the rows and the number of their
-tiles, and needs no GPU.
+and the fastest five in fifteen. ratio: the time of the plan over that of the fastest tiles. us: the
+time of each of the tiles; the stored files have the eight fastest. fitted: whether a rule of the
+planner was fitted to a measurement of this call; the other rows test the rules. Results go to
+results/plans.json. --cases selects the rows whose name contains one of the texts, and --unfitted
+those that no rule was fitted to. After --seconds no further row is measured. --list prints the rows
+and the number of their tiles, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from tilewright.ops.runtime.program import Planner, drive
 
 PLAN = "plan"
 FLUSH_BYTES = 2**28
-# A result farther from the plan's, relative in the norm, is wrong and not only rounded otherwise.
+# A result is wrong, and not only rounded in another way, if its relative difference from the plan's
+# result, in the norm, is larger than this.
 WRONG = 2.0**-6
 FINALISTS = 5
 
 
 def named(row: Row) -> dict[str, Any]:
-    """Returns the tiles to try by their names, the plan first."""
+    """Returns the tiles to try by name. The plan's tiles come first."""
     return {PLAN: None} | {_name(one): one for one in row.tried}
 
 
@@ -63,10 +64,11 @@ def _name(one: Any) -> str:
 
 
 def specs_of(row: Row, a: Any, config: Any) -> tuple[KernelSpec, ...]:
-    """Returns the kernels of a call with these tiles. Returns none if the op refuses the tiles."""
+    """Returns the kernels of a call with the tiles `config`. Returns no kernels if the op refuses
+    the tiles."""
     try:
         return drive(row.steps(a, config), Planner(TARGET), keep=True).specs
-    except Exception:  # any error of the emitter says that these tiles are not of the op's space
+    except Exception:  # an error of the emitter means that the op cannot use these tiles
         return ()
 
 

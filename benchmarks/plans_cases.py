@@ -1,4 +1,4 @@
-"""The calls of ops that `plans.py` measures, each with the tiles to try.
+"""Lists the calls of ops that `plans.py` measures, each with the tiles to try.
 
 Each op has a function that yields its cases. FITTED_* lists the calls to which a rule of the
 planner was fitted, and OTHER_* lists the calls that test the rules. SEEN has the calls of OTHER_*
@@ -47,10 +47,11 @@ from tilewright.ops.qkv.choices import choice_steps
 from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.runtime.program import Planner, Steps, drive
 
-#: The chip that runs the calls. Without a GPU, an H200.
+#: The chip for which the calls are planned: the GPU of this machine. Without a GPU, it is an H200.
 TARGET = detect_target() or SM90
 MOST_SETS = 60
-#: Numbers of tiles that are halved or doubled, and those that are counted.
+#: DOUBLED lists the fields of a config that are halved or doubled. COUNTED lists the fields that
+#: are changed by one.
 DOUBLED = ("block_n", "block_k", "block_m", "columns", "split_k", "splits", "num_warps", "prefetch")
 COUNTED = ("num_stages", "programs_per_sm")
 
@@ -63,9 +64,10 @@ SEEN = frozenset({
 
 @dataclass(frozen=True)
 class Row:
-    """A call to measure. make: makes the arguments of a call. steps: the steps of a call with
-    tiles; None for the plan's. tried: the other tiles. read: bytes that a call reads. fitted:
-    whether a rule of the planner was fitted to a measurement of this call."""
+    """A call to measure. make: a function that makes the arguments of a call. steps: a function
+    that yields the steps of a call with given tiles, or with the plan's tiles for None. tried: the
+    other tiles. read: the bytes that a call reads. fitted: whether a rule of the planner was fitted
+    to a measurement of this call."""
 
     op: str
     case: str
@@ -83,7 +85,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A row that is not made yet. make: makes the row from its name and the most tiles to try."""
+    """A row that is not made yet. make: a function that makes the row from its name and the largest
+    number of tiles to try."""
 
     name: str
     make: Callable[[str, int], Row]
@@ -139,7 +142,7 @@ OTHER_LINEARS = {
     "gemma2-9b": (3584, 14336),
     "qwen3-32b": (5120, 25600),
 }
-#: Tilings that are tried before the tiles around the plan's.
+#: Tilings that are tried before the tiles that differ from the plan's in one or two numbers.
 TILINGS = (SHORT_STEPS, LONG_STEPS, WIDE_TILES, replace(WIDE_TILES, num_warps=8))
 
 
@@ -171,14 +174,14 @@ def _linear(tokens: int, rows: int, columns: int, gated: bool, case: str, most: 
 
     a = make()
     problem = activation_problem(a) if gated else residual_problem(a)
-    # Where the plan takes a library's product, the kernel's own tiles are the others.
+    # If the plan uses a library's product, the other tiles are those of the kernel.
     config = linear_config(problem, tokens, TARGET)
     tilings = [linear_config(problem, tokens, TARGET, tiling) for tiling in TILINGS]
     tried = list(dict.fromkeys((config, *tilings, *neighbours(config, most))))[:most]
     return Row("linear", case, make, steps, tried, 2.0 * rows * columns * (1 + gated))
 
 
-#: Numbers of sequences and keys.
+#: Pairs (number of sequences, number of keys).
 FITTED_SEQUENCES = (
     *((1, 2048), (1, 16384), (16, 2048), (64, 1024), (1, 4096), (4, 2048)),
     *((8, 2048), (8, 8192), (32, 1024), (32, 4096)),
@@ -216,14 +219,15 @@ def _attention_steps(a: AttentionArguments, config: Any) -> Steps:
 
 #: The rounding of DeepSeek's checkpoints in float8 blocks.
 ROUNDING = RowRounding(group=128, zero_scale=0.0, least=0.0, least_divisor=1e-12)
-#: Numbers of parts and warps that are tried for rounded latents, before those around the plan's.
+#: ROUNDED_PARTS and ROUNDED_WARPS are numbers of parts and of warps. For rounded latents they are
+#: tried before the tiles that differ from the plan's in one or two numbers.
 ROUNDED_PARTS, ROUNDED_WARPS = (1, 2, 4, 8, 16), (4, 8)
 
 
 @dataclass(frozen=True)
 class LatentCall:
-    """The sizes of a call of attention to latents. seen: how many latents of a sequence its query
-    attends to; 0 for all."""
+    """The sizes of a call of attention to latents. seen: the number of latents of a sequence that
+    the query of the sequence attends to; 0 for all latents."""
 
     batch: int
     latents: int
@@ -298,7 +302,7 @@ class Latents:
 
 
 MINICPM3, DEEPSEEK = Latents(40, 64, 32, 64, 256), Latents(16, 128, 64, 128, 512)
-#: Tiles of attention to expanded keys; None stands for the plan's.
+#: Tiles of attention to expanded keys. None stands for the plan's tiles.
 EXPANDED = (
     None,
     PrefillConfig(64, 64, 4, 2),
@@ -317,8 +321,8 @@ EXPANDED = (
 
 
 def mla_cases() -> Iterator[Case]:
-    """Yields calls of new tokens behind cached latents, with a mask. Attention is to the latents
-    themselves, or to keys that are computed from them."""
+    """Yields calls of new tokens after cached latents, with a mask. The queries attend to the
+    latents themselves, or to keys that are computed from the latents."""
     sizes = ((2, 64), (1, 64), (8, 64), (2, 16), (2, 32), (2, 128), (2, 256))
     for name, model in (("minicpm3", MINICPM3), ("deepseek-v2-lite", DEEPSEEK)):
         for batch, queries in sizes:
@@ -402,7 +406,7 @@ def _experts(shape: MoeShape, tokens: int, case: str, most: int) -> Row:
     return Row("experts", case, make, steps, tried, read)
 
 
-#: Ranks and numbers of tokens.
+#: Pairs (rank, number of tokens).
 FITTED_RANKS = (
     *((16, 1), (16, 64), (64, 64), (16, 1024), (64, 1024)),
     *product((8, 128), (16, 64, 256, 1024)),
@@ -440,7 +444,7 @@ FITTED_QKV = (
     Shape("qwen3-4b", 2560, 32, 8, norm=True),
     Shape("qwen3-1.7b", 2048, 16, 8, norm=True),
 )
-#: Models that are not in the shipped table.
+#: Models that are not in the table of measured times that the package ships.
 OTHER_QKV = (
     Shape("mistral-nemo", 5120, 32, 8),
     Shape("qwen3-0.6b", 1024, 16, 8, norm=True),
@@ -486,8 +490,9 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
 
 
 def chosen_cases(ops: Sequence[str], texts: Sequence[str], unfitted: bool) -> list[Case]:
-    """Returns the cases of these ops whose name contains one of the texts. Without texts, it
-    returns all. unfitted: whether to leave out the cases that a rule was fitted to."""
+    """Returns the cases of the ops `ops` whose names contain one of the texts `texts`. Without
+    texts, returns all cases of these ops. unfitted: whether to leave out the cases to which a rule
+    was fitted."""
     cases = [case for op in ops for case in CASES[op]()]
     cases = [replace(case, fitted=case.fitted or case.name in SEEN) for case in cases]
     named = [case for case in cases if not texts or any(text in case.name for text in texts)]

@@ -6,7 +6,8 @@ The ops are mixtures (moe.json, moe_quantized.json), linears of codes (linears_q
 attention over a cache (cache_attention.json). Each is modelled as one part of a step
 (`compiler/report/times.py`). A mixture's row says how many experts its tokens reached. Some
 constants follow from these files, so the summary checks the formulas; it is not a held-out test.
-Needs no GPU. Results go to benchmarks/results/predicted_ops.json, a row for each file and format.
+The program needs no GPU. Results go to benchmarks/results/predicted_ops.json, a row for each file
+and format.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from tilewright.ops.cache.read import CacheRead
 RESULTS = Path(__file__).resolve().parent / "results"
 H200 = get_target("sm90")
 H100 = replace(H200, hbm_bytes_per_s=3.0e12)
-#: The rows, columns and weights of the linears of Llama-3-8B.
+#: For each linear of Llama-3-8B: (rows, columns) of its weight.
 LINEARS = {"qkv": (6144, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 #: Formats of linears that have another name in the cost model.
 NAMES = {"bf16": "", "fp8_block": "fp8", "int4": "int4_k", "gptq": "int4_n", "awq": "int4_n"}
-#: The queries, heads and widths in the benchmark of attention.
+#: The sizes in the benchmark of attention: the number of query heads, the columns of a head, the
+#: numbers of a latent, and the rotated columns.
 HEADS, WIDTH, LATENT, ROPE = 32, 128, 512, 64
 
 

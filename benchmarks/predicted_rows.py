@@ -33,21 +33,21 @@ RESULTS = Path(__file__).resolve().parent / "results"
 QUANTISED = "quantised_step.json"
 #: The file with the rows of `steps.py`, whose models are keys of `steps_models.WIDTHS`.
 STEPS = "steps.json"
-#: The capacity of a cache in tokens, and the tokens in it before a decode step, as in
-#: `end_to_end.py`.
+#: CAPACITY is the capacity of a cache in tokens. The next constant is the number of tokens in the
+#: cache before a decode step. Both are as in `end_to_end.py`.
 CAPACITY = 2048
 START = 1000
 #: The number of layers that are built. The first layers may differ from the layers after them.
 BUILT = 4
 
-#: For each name of a chip in results files, the rate of a copy in bytes per second. The rate of the
-#: H100 is from docs/quantised-performance.md. None stands for the target's own rate.
+#: For each chip, by its name in results files, the rate of a copy in bytes per second. The rate of
+#: the H100 is from docs/quantised-performance.md. None stands for the target's own rate.
 COPY_RATES = {"NVIDIA H200": None, "NVIDIA H100 80GB HBM3": 3.0e12}
 
 #: The modules that the makers of a format leave dense. The last one has columns that are not whole
 #: blocks.
 _LEFT_DENSE = ["lm_head", "gate", "model.layers.0.mlp.down_proj"]
-#: The `quantization_config` of formats other than those of compressed-tensors.
+#: For each format other than those of compressed-tensors, its `quantization_config`.
 _STATED: dict[str, dict[str, Any]] = {
     "finegrained-fp8": {
         "quant_method": "fp8",
@@ -62,8 +62,8 @@ _STATED: dict[str, dict[str, Any]] = {
         "bnb_4bit_compute_dtype": "bfloat16",
     },
 }
-#: For each format of compressed-tensors, the scheme and the name of the way in which codes are
-#: packed.
+#: For each format of compressed-tensors, the name of its scheme and the name of its packing of
+#: codes.
 _SCHEMES = {
     "ct-w4a16": ("W4A16", "pack-quantized"),
     "ct-fp8-dynamic": ("FP8_DYNAMIC", "float-quantized"),
@@ -132,7 +132,7 @@ def _dense_rows() -> Iterator[Row]:
         kept = json.loads(path.read_text("utf-8"))
         for r in kept["rows"]:
             if "present" in r:
-                continue  # these prompts behind cached tokens are not predicted
+                continue  # prompts after cached tokens are not predicted
             case = r["batch"], r["tokens"], r["kind"] != "nomask"
             yield Row(
                 path.name, kept["gpu"], names[r["model"]], "bf16", r["layers"], *case,
@@ -173,8 +173,8 @@ def row_of(model: str, case: Case, gpu: str, us: float) -> Row:
 
 
 def step_behind(row: Row) -> Step:
-    """Returns the step of a row on sm90, with the layers that are built. Raises ImportError if the
-    library of a format is not installed."""
+    """Returns the modelled step of a row on sm90, with only the layers that are built. Raises
+    ImportError if the library of a format is not installed."""
     torch._dynamo.reset()
     if row.source == STEPS:
         model = steps_models.build(row.model, "meta")

@@ -2,13 +2,13 @@
 
     python benchmarks/predictions.py [--only llama3-8b ...] [--out DIR]
 
-For each row of `predicted_rows.py`, it computes the modelled time on the chip of the row, divided
-by the time that was measured. It needs no GPU; rows of the formats of compressed-tensors need that
+For each row of `predicted_rows.py`, the program computes the modelled time on the chip of the row,
+divided by the measured time. It needs no GPU; rows of the formats of compressed-tensors need that
 library. Each row belongs to one class of steps (`compiler/report/bars.py` `class_of`). The
 constants of `compiler/report/times.py` are fitted to the rows that HELD_OUT does not name, and the
-error bars follow from the rows that it names. Results go to benchmarks/results/predictions.json,
-which docs/predictions.md is made of (`python docs/predictions_page.py`). With --only, other rows
-keep the predictions that this file has.
+error bars follow from the rows that HELD_OUT names. Results go to
+benchmarks/results/predictions.json, from which `python docs/predictions_page.py` makes
+docs/predictions.md. With --only, the file keeps its predictions for other rows.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ HELD_OUT_FORMATS = frozenset(
 def is_held_out(row: Row) -> bool:
     """Whether no constant may be fitted to a row.
 
-    This holds if its model or format is held out, or if it is a row of a dense model on the other
-    chip, whose memory has another rate.
+    This holds if the row's model or format is held out. It also holds for a row of a dense model on
+    the H100, whose memory has another rate than the H200's.
     """
     if row.source == STEPS:
         return steps_models.is_held_out(row.model, row.batch, row.tokens)

@@ -4,7 +4,7 @@
 
 The measurements are from a B200, on which no kernel of tilewright has run. Each row is a figure
 that a public thread states, with the thread's address. If the thread gives a rate, the time is the
-product's FLOPs divided by it. The modelled time is that of a part of a step with this shape
+product's FLOPs divided by this rate. The modelled time is that of a part of a step with this shape
 (`compiler/report/times.py`). Results go to benchmarks/results/published_b200.json.
 """
 
@@ -25,7 +25,7 @@ from tilewright.compiler.report.work import reached
 from tilewright.ops.cache.read import CacheRead
 
 SM100 = get_target("sm100")
-#: The bytes of a number in a format. For nvfp4 they include its share of a scale.
+#: For each format, the bytes of a number. For nvfp4 they include the number's share of a scale.
 BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8e4nv": 1.0, "nvfp4": 0.5625}
 VLLM_GEMM = "https://github.com/vllm-project/vllm/pull/19566"
 CUTLASS_LINEAR = "https://github.com/NVIDIA/cutlass/issues/2923"
@@ -94,7 +94,7 @@ def mixture(tokens: int, us: float) -> Published:
     one = unit(
         "fused",
         family="moe",
-        codes="fp8",  # these tensor cores take NVFP4 as it is, so nothing is decoded
+        codes="fp8",  # the tensor cores of a B200 multiply NVFP4 codes, so nothing is decoded
         launches=4,
         weights=int(BYTES["nvfp4"] * read),
         activations=2 * 2 * tokens * hidden,

@@ -3,11 +3,11 @@
     python benchmarks/qkv_cache.py [--out DIR] [--tokens 1 16 ...] [--layouts paged static]
 
 Times are microseconds per call, in CUDA graphs with a cold L2 cache; q, k and v have separate
-weights. Errors are the largest difference from float64 over the root mean square of the result,
-over q and the written cache rows. `stock` is torch.compile with default options, `autotuned` is
-mode="max-autotune-no-cudagraphs". Two variants are bounds instead of peers: `gemm` is one library
-GEMM over packed weights, and `read` is a kernel that only reads these. of_copy is the bytes of the
-weights over tilewright's time, as a share of the copy bandwidth of the same run.
+weights. An error is the largest difference from float64, divided by the root mean square of the
+result, for q and the written cache rows. `stock` is torch.compile with default options, `autotuned`
+is mode="max-autotune-no-cudagraphs". Two variants are lower bounds: `gemm` is one library GEMM with
+packed weights, and `read` is a kernel that only reads these weights. of_copy is the bytes of the
+weights divided by tilewright's time, as a share of the copy bandwidth of the same run.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SHAPES = (
     Shape("gpt-oss", 2880, 64, 8, 64, bias=True),
 )
 TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)
-# Autotuning GEMMs takes long, so it is only done for these token counts, and for
-# the static cache, which stock does not copy.
+# Autotuning GEMMs takes long. Therefore it is done only for these token counts, and only for the
+# static cache, which stock torch.compile does not copy.
 AUTOTUNED_TOKENS = (16, 64, 1024, 4096)
 AUTOTUNE = "max-autotune-no-cudagraphs"
 EPS = 1e-6
@@ -67,7 +67,7 @@ def normed(x, weight):
 
 
 def project(x, weights, biases, norms, dim):
-    """Computes q, k and v [..., heads, dim]. If there are norms of q and k, applies them."""
+    """Computes q, k and v [..., heads, dim], with the norms of q and k if there are any."""
     made = [
         linear(x, weight, None if bias is None else bias.flatten()).unflatten(-1, (-1, dim))
         for weight, bias in zip(weights, biases, strict=True)
@@ -88,8 +88,8 @@ def paged_step(x, weights, biases, norms, cos, sin, slots, keys, values):
 
 
 def static_step(x, weights, biases, norms, cos, sin, positions, keys, values):
-    """Computes the step as Hugging Face does: index_copy_ to a cache [batch, heads, length,
-    dim]."""
+    """Computes the step as Hugging Face's models do: it writes with index_copy_ to a cache [batch,
+    heads, length, dim]."""
     batch, _, _, dim = keys.shape
     x = x.view(batch, -1, x.shape[-1])
     q, k, v = (rows.transpose(1, 2) for rows in project(x, weights, biases, norms, dim))

@@ -1,14 +1,14 @@
-"""Benchmark of quantised QKV projection, RoPE and cache write of one layer, compared with its
-peers.
+"""Benchmark of quantised QKV projection, RoPE and cache write of one layer, compared with PyTorch
+and with bf16.
 
     python benchmarks/qkv_quantized.py [--out DIR] [--tokens 1 16 ...] [--formats int4 ...]
 
 Times are microseconds per call, in CUDA graphs with a cold L2 cache; q, k and v have separate
 weights, and the cache is paged. `eager` and `stock` (torch.compile) run the graph that dequantises
 the codes to a bf16 weight and multiplies by it. `bf16` is the fused op over bf16 weights of the
-same dims, and `gemm` is one library GEMM over such weights. Errors are the largest difference from
-float64 arithmetic on the codes over the root mean square of the result, over q and the written
-cache rows.
+same dims, and `gemm` is one library GEMM over such weights. An error is the largest difference from
+float64 arithmetic on the codes, divided by the root mean square of the result, for q and the
+written cache rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention dims, inputs and timing of long calls, shared by the QKV benchmarks."""
+"""Defines attention dims, inputs and the timing of long calls, which the QKV benchmarks share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE_SIZE = 16
 STATIC_LENGTH = 2048
 # The argument sets of a graph together must exceed the L2 cache (60 MB).
 COLD_BYTES = 250e6
-# Without a GPU, inputs are shapes only, for which kernels can be planned.
+# Without a GPU, inputs are meta tensors, for which kernels can be planned.
 DEVICE = "cuda" if torch.cuda.is_available() else "meta"
 REST_S = 0.03
 
@@ -49,7 +49,7 @@ class Shape:
         return max(2, -(-int(COLD_BYTES) // per_set))
 
     def calls_per_graph(self, num_tokens: int) -> int:
-        """Returns the number of calls in one captured graph, over all argument sets."""
+        """Returns the number of calls in one captured graph, summed over all argument sets."""
         return max(self.argument_sets(num_tokens), 10 if num_tokens < 2048 else 2)
 
 
@@ -70,7 +70,7 @@ class Layer:
 
 
 def make_layer(shape: Shape, num_tokens: int, packed: bool = False) -> Layer:
-    """Returns a layer with random weights. They are three tensors or, if `packed`, slices of one
+    """Returns a layer with random weights, which are three tensors or, if `packed`, slices of one
     tensor."""
     dim, scale = shape.head_dim, shape.hidden**-0.5
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)

@@ -3,11 +3,11 @@
     python benchmarks/quantised.py [--formats gptq ct-fp8] [--models llama qwen3_moe]
 
 The models are the small ones of `tests/models/shipped.py`, made and loaded by the installed
-libraries. For each, a decode step of two sequences with a static cache is compiled, once as loaded
-and once prepared. Its logits and those of the library's own forward pass are compared with float64
-of the same codes. No GPU is needed. Results go to benchmarks/results/quantised.json, row by row;
-rows that are not asked for, or whose library is not installed, stay. docs/quantised.md is generated
-from that file.
+libraries. For each model, a decode step of two sequences with a static cache is compiled twice: for
+the model as loaded, and for the prepared model. The step's logits, and those of the library's own
+forward pass, are compared with a float64 run of the same codes. No GPU is needed. Results go to
+benchmarks/results/quantised.json, row by row; rows that were not requested, or whose library is not
+installed, stay in the file. docs/quantised.md is generated from that file.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def logits(call: Callable[..., Any], inputs: Inputs) -> torch.Tensor:
 def exact_logits(model: Any, inputs: Inputs) -> torch.Tensor | None:
     """Computes the logits in float64 from the same codes. Returns None if that is not possible.
 
-    It runs the graph that Dynamo records, and needs the model to be one graph.
+    The function runs the graph that Dynamo records, so the model must be one graph.
     """
     found: list[torch.Tensor] = []
     graphs: list[torch.fx.GraphModule] = []
@@ -190,7 +190,7 @@ def main() -> None:
 
 def is_made(form: str, kind: str) -> bool:
     """Whether `tests/models/shipped.py` makes a model in a format."""
-    # Only formats of gpt-oss name their models, and gpt-oss has no other formats.
+    # Only the formats of gpt-oss list their models, and gpt-oss has only these formats.
     return bool(FORMATS[form].models) == (CONFIGS[kind][0] is GptOssConfig)
 
 

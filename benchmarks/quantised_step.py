@@ -1,14 +1,15 @@
-"""Benchmark of decode steps of quantised models with the sizes of published ones: as their library
-loads them, and fused.
+"""Benchmark of decode steps of quantised models with published sizes, as their library loads them
+and as tilewright fuses them.
 
     python benchmarks/quantised_step.py [--formats ct-fp8 ...] [--models llama3-8b ...]
         [--cases 1x1 16x1 16x1-padded 64x1] [--variants tilewright bf16 stock library]
         [--errors-only] [--made-on cpu] [--jobs 10] [--out DIR]
 
 The models have true dims, few layers, a vocabulary of 8192 and random weights. Cases are named as
-in `end_to_end.py`. A static cache of 2048 tokens holds 1000 (0 before a prompt such as 1x1024), and
-the mask is the one that `generate()` gives. Times are microseconds of CUDA graphs, and the variants
-are timed in turn. The cache is rewound between rounds, and in the graph only for prompts:
+in `end_to_end.py`. A static cache of 2048 tokens holds 1000 tokens (none before a prompt such as
+1x1024), and the mask is the one that `generate()` gives. Times are microseconds of CUDA graphs, and
+the variants are timed in turn. The cache is rewound between rounds; only for prompts does the
+captured graph rewind it. The variants are:
 
     library       torch.compile of the model as loaded; null if it cannot be compiled or captured
     stock         torch.compile of the prepared model
@@ -17,12 +18,12 @@ are timed in turn. The cache is rewound between rounds, and in the graph only fo
                   where --variants names it
     bf16          the dense model with backend "tilewright", in the same process
 
-errors: relative errors of the logits, in the 2-norm, from float64 of the same codes, for the
-library's own forward pass in eager mode and for tilewright. peak: memory of a step beyond model and
-cache, in MiB.
+errors: the relative errors of the logits against float64 of the same codes, in the 2-norm. There is
+an error of the library's own forward pass in eager mode, and an error of tilewright. peak: memory
+of a step beyond model and cache, in MiB.
 
 Each case of a format is a process: `--jobs` processes make their models on the GPU and compile side
-by side, then each has the GPU to itself. With --errors-only nothing is timed, a process runs all
+by side, then each has the GPU to itself. With --errors-only nothing is timed, one process runs all
 cases of a format, and code that is not fused runs in eager mode; without a GPU, all ops run their
 references. A row names its failures. Results go to benchmarks/results/quantised_step.json, or
 quantised_step_errors.json.
@@ -73,7 +74,7 @@ SHARED: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
 EXPERTS = {"num_experts": 128, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
-#: Adds models of true dims to the small models of `tests/models/shipped.py`.
+#: This statement adds models with true dims to the small models of `tests/models/shipped.py`.
 CONFIGS |= {
     "llama3-8b": (LlamaConfig, SHARED | {"intermediate_size": 14336, "num_hidden_layers": 4}),
     "llama3-8b-32": (LlamaConfig, SHARED | {"intermediate_size": 14336, "num_hidden_layers": 32}),
@@ -99,8 +100,8 @@ CONFIGS |= {
         | {"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4},
     ),
 }
-#: The formats that are measured by default. These are all but "mxfp4", which transformers decodes
-#: to bfloat16 while it loads a model, unless the hub's kernels are installed. "mxfp4-gpu" keeps the
+#: The formats that are measured by default: all except "mxfp4". transformers decodes "mxfp4" to
+#: bfloat16 while it loads a model, unless the hub's kernels are installed. "mxfp4-gpu" keeps the
 #: codes.
 USUAL = [form for form in FORMATS if form != "mxfp4"]
 CASES = ("1x1", "16x1", "16x1-padded", "64x1")
@@ -119,7 +120,8 @@ LOCK = Path(tempfile.gettempdir()) / "tilewright_quantised_step.lock"
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Locks out the other processes, because work in float64 takes several times the memory."""
+    """Lets only one process at a time run the block, because work in float64 takes several times
+    the memory."""
     with LOCK.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Quantised layers shared by the benchmarks: checkpoint formats with random codes."""
+"""Makes the quantised layers that the benchmarks share: checkpoint formats with random codes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ class Projection:
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """Input, projections of q, k and v, biases, norms and rope tables of one layer."""
+    """The input, the projections of q, k and v, the biases, the norms and the rope tables of one
+    layer."""
 
     x: torch.Tensor
     x_scale: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""Benchmark of continuous batching: `generate_batch()` by tilewright and by transformers alone.
+"""Benchmark of continuous batching: `generate_batch()` with tilewright and with transformers alone.
 
     python benchmarks/serving.py --models llama3-8b [--layers 32] [--variants tilewright sdpa-0]
         [--workloads A B C] [--share 0.25] [--decode 1 8 64] [--seconds 280] [--out DIR]
@@ -11,14 +11,14 @@
                         has eager attention, and steps of 128 tokens
     flash-2, flash-3    transformers alone with its flash attention, where its package is installed
 
-Each variant uses CUDA graphs and asynchronous batching as by its default. The workloads are, as
-requests x prompt tokens -> new tokens: A 64 x 256..1024 -> 256, B 32 x 256 -> 2048, C 512 x 128 ->
-64. `--share` scales the new tokens of A and B, and the requests of C.
+Each variant uses CUDA graphs and asynchronous batching if it does so by default. The workloads,
+written as requests x prompt tokens -> new tokens, are: A 64 x 256..1024 -> 256, B 32 x 256 -> 2048,
+and C 512 x 128 -> 64. `--share` scales the new tokens of A and B, and the requests of C.
 
-Each variant of a model is a process: all compile side by side, then each has the GPU to itself. A
-process compiles and warms up (`warm`: seconds, beside the other processes), then measures, and
-prints each row at once. A row is kept as soon as it is known, so that nothing is lost if the time
-(`--seconds`) ends.
+Each variant of a model runs in a separate process: all processes compile side by side, then each
+process has the GPU to itself. A process compiles and warms up (`warm`: seconds, beside the other
+processes), then measures, and prints each row at once. A row is kept as soon as it is known, so
+that nothing is lost if the time (`--seconds`) ends.
 
 tokens: new tokens per second of a whole call of `generate_batch()`. The first call with a workload
 also captures CUDA graphs for prompts of its sizes; the second call ("again") has other prompts of
@@ -28,8 +28,9 @@ a request after such a choice differ.
 
 Decode steps have requests of 1000 tokens each, whose keys are zeros: no prompt is run. wall: the
 milliseconds of a step of the engine, with its work on the host. gpu: the milliseconds between two
-events on its stream around the model and the sampling; without CUDA graphs, this includes waits for
-the host. kernels: the milliseconds of its kernels alone, by torch's profiler, and their number.
+events on the engine's stream, before the model and after the sampling; without CUDA graphs, this
+time includes waits for the host. kernels: the milliseconds of the step's kernels alone, by torch's
+profiler, and the number of kernels.
 floor: the milliseconds to read the weights in use and the keys and values at the copy rate of the
 same run.
 """
@@ -94,8 +95,8 @@ SMALL = {
     "head_dim": 16,
 }
 PAGE, TOKENS = 256, 1000
-#: The numbers of steps that run before a decode step is timed, of timed steps, and of profiled
-#: steps. During these steps no page becomes full.
+#: WARM is the number of steps that run before a decode step is timed. TIMED is the number of timed
+#: steps, and PROFILED the number of profiled steps. No page becomes full during these steps.
 WARM, TIMED, PROFILED = 4, 20, 6
 #: The number of tokens in a step of eager attention, which computes all scores.
 EAGER_TOKENS = 128
@@ -107,7 +108,7 @@ SHORT_SECONDS = 12.0
 class Workload:
     """Requests with prompts of `shortest` to `longest` tokens, and `new` new tokens each.
 
-    `scales` is the field of which a share is taken.
+    `scales` names the field that `--share` scales.
     """
 
     requests: int
@@ -146,7 +147,7 @@ def chosen(given: argparse.Namespace) -> dict[str, Workload]:
 
 
 def say(name: str, text: str, since: float) -> None:
-    """Reports on stderr how far a process is."""
+    """Reports the progress of a process on stderr."""
     print(f"  [{name}] {text} after {time.monotonic() - since:.0f} s", file=sys.stderr, flush=True)
 
 
@@ -215,7 +216,7 @@ class Engine:
         return [result.generated_tokens for result in results.values()]
 
     def warm_up(self) -> None:
-        """Compiles and captures what the engine itself warms up, and runs a few requests."""
+        """Lets the engine compile and capture its graphs, and runs a few requests."""
         size = self.model.config.vocab_size
         self.call(Workload(4, 100, 300, 4).prompts(size, -1), 4)
 
@@ -290,7 +291,8 @@ class Decoding:
     def _add(self, name: str) -> None:
         from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-        # Up to one step before the next page boundary, all steps write into one page.
+        # With this length, all steps write into one page: the last step ends before the next page
+        # begins.
         length = TOKENS // PAGE * PAGE + PAGE - (WARM + TIMED + PROFILED + 4)
         state = RequestState(request_id=name, initial_tokens=[1] * length, max_new_tokens=None)
         state._status = RequestStatus.DECODING

@@ -1,4 +1,5 @@
-"""Runs benchmark cases as processes: all compile side by side, then each has the GPU to itself.
+"""Runs each benchmark case in a separate process: all processes compile side by side, then each
+process has the GPU to itself.
 
 A case's process compiles, calls `has_turn`, measures its times, and prints its row as one line of
 JSON.

@@ -5,10 +5,10 @@
 The part "calls" runs a compiled decode step at random batch sizes, positions and addresses. The
 part "cycles" makes, compiles, calls and drops a model in each cycle. The part "requests" sends
 requests of random lengths to one engine of transformers, which `enable` has changed or not, and
-cancels one in a hundred; it needs transformers. Each part runs in its own process under tilewright
-and, as the yardstick, without it: under torch.compile, or in the unchanged engine. No GPU is
-needed; the engine uses one if there is one. Results go to benchmarks/results/soak.json. The exit
-code is 1 if tilewright's process grew beyond its bounds.
+cancels one in a hundred; it needs transformers. Each part runs in one process with tilewright and
+in another process without it: under torch.compile, or in the unchanged engine. The process without
+tilewright is the yardstick. No GPU is needed; the engine uses one if there is one. Results go to
+benchmarks/results/soak.json. The exit code is 1 if tilewright's process grew beyond its bounds.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from torch import fx, nn
 from tilewright.compiler import reports
 
 HIDDEN, HEADS, HEAD_DIM, SLOTS = 64, 2, 32, 256
-#: The allowed growth between the warm-up and the end, beyond the growth of the yardstick: in MiB of
-#: the process, and in numbers of live tensors, graph modules and nodes.
+#: The allowed growth between the warm-up and the end, beyond the growth of the yardstick. MIB is
+#: for the memory of the process in MiB. OBJECTS is for each number of live tensors, graph modules
+#: and nodes.
 MIB, OBJECTS = 8.0, 0
 WARM_UP = 0.1
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-#: The settings of the engine, and how many requests wait for their answers at most.
+#: ENGINE has the settings of the engine. WAITING is the largest number of requests that wait for
+#: their answers.
 ENGINE = {
     "page_size": 16,
     "num_blocks": 400,
@@ -127,7 +129,8 @@ def calls(backend: str, inner: str, count: int) -> Iterator[None]:
 
 
 def cycles(backend: str, inner: str, count: int) -> Iterator[None]:
-    """Makes, calls and drops models. Each is called at two batch sizes, so it is compiled twice."""
+    """Makes, calls and drops models. Each model is called at two batch sizes, so it is compiled
+    twice."""
     draw = random.Random(0)
     for _ in range(count):
         with torch.no_grad():

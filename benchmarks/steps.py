@@ -9,11 +9,11 @@ cases of each; models with adapters need PEFT. A pass is that of torch.compile w
 outside of the pass. It is captured as a CUDA graph; a row has the median of its microseconds. The
 weights of one pass exceed the L2 cache, so every pass is cold.
 
-A process for each model compiles its cases, then has the GPU to itself; `--jobs` of them compile
-side by side. Processes compile no further case once their part of `--seconds` is over, so that what
-is measured stays balanced over models. Results go to benchmarks/results/steps.json after each
-model. With --profile, steps_kernels.json has the microseconds of each kernel. With --tiny, small
-models run on any device, to try the benchmark.
+A process for each model compiles the cases of the model, then has the GPU to itself; `--jobs`
+processes compile side by side. A process compiles no further case once its part of `--seconds` is
+over, so that all models have about equally many rows. Results go to benchmarks/results/steps.json
+after each model. With --profile, steps_kernels.json has the microseconds of each kernel. With
+--tiny, small models run on any device, to try the benchmark.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from tilewright.compiler import reports
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS: dict[str, Any] = {} if DEVICE == "cuda" else {"everywhere": True, "inner": "eager"}
-#: The share of its time in which a wave of processes may compile, and the number of seconds after
-#: it at which a case that still compiles is given up.
+#: COMPILING is the share of a wave's time in which its processes may compile. PATIENCE is the
+#: number of seconds after that time; a case that still compiles then is given up.
 COMPILING, PATIENCE = 0.75, 25
-#: The number of times that each step is timed.
+#: Each step is timed in ROUNDS rounds of REPLAYS replays.
 ROUNDS, REPLAYS = 12, 5
 
 
@@ -169,7 +169,8 @@ def _give_up(*_: Any) -> None:
 
 
 def waves(names: Sequence[str], jobs: int) -> list[list[str]]:
-    """Divides models among waves of at most `jobs` processes, each of all classes of models."""
+    """Divides models among waves of at most `jobs` processes. Each wave has models of all
+    classes."""
     number = -(-len(names) // jobs)
     return [list(names[first::number]) for first in range(number)]
 

@@ -1,8 +1,9 @@
-"""Adapters (LoRA) of the models in `steps_models.py`, in the two ways that users have them.
+"""Adds adapters (LoRA) to the models in `steps_models.py`, in the two ways in which users have
+adapters.
 
 `Adapters.of_sequences` is 0 for a model with one adapter, made by PEFT. Otherwise, it is the number
-of adapters that a batch shares: each sequence has one of them, and the projections q, k and v take
-its matrices from stacks by an index, as servers of several adapters do.
+of adapters that a batch shares: each sequence has one of these adapters, and the projections q, k
+and v take the adapter's matrices from stacks by an index, as servers of several adapters do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Models and cases of `steps.py`: published widths, few layers, a small vocabulary, random weights.
+"""Defines the models and cases of `steps.py`. The models have published widths, few layers, a small
+vocabulary and random weights.
 
-HELD_OUT and HELD_OUT_CASES name the rows that no constant of the cost model may be fitted to. Both
-were written down before any row was measured.
+HELD_OUT and HELD_OUT_CASES name the rows to which no constant of the cost model may be fitted.
+Both were written down before any row was measured.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Widths:
     family: the prefix of its classes in transformers, such as "Qwen3" for Qwen3Config.
     dims: the hidden size, the MLP size, the heads, and the heads of keys and values.
     fields: further fields of its config.
-    layers: the number of layers that are built. There is at least one of each kind, and more than
-        the L2 cache holds.
-    config: the family of its config class, if it is another one.
+    layers: the number of layers that are built. There is at least one layer of each kind, and the
+        weights of all layers together exceed the L2 cache.
+    config: the family of its config class, if it differs from `family`.
     adapters: its adapters (LoRA), if it has any.
     """
 
@@ -268,8 +269,9 @@ def _prompt(batch: int, tokens: int) -> list[Case]:
     return [Case(batch, tokens, 0, 2048)]
 
 
-#: Lists of cases, which models take in turn. Each list has every kind of case, so that a run that
-#: ends early is still balanced.
+#: Lists of cases. The first model has the cases of the first list, the second model those of the
+#: second list, and so on in turn. Each list has every kind of case, so that a run that ends early
+#: is still balanced.
 PLANS: tuple[list[Case], ...] = (
     [*_decode(1, 1000, 4000), *_prompt(1, 1024), *_decode(128, 200, 1000), *_decode(16, 200)],
     [*_decode(64, 200, 1000), *_prompt(4, 1024), *_decode(4, 200, 4000), *_decode(1, 200)],

@@ -1,9 +1,9 @@
-"""Stress test of the kernel cache with killed processes, many processes, full disks, damaged
+"""Tests the kernel cache with killed processes, many processes, full disks, damaged
 entries and two versions at once.
 
-It checks every answer of the cache byte by byte; after a wrong or missing answer, the exit code is
-1. --seed determines the random moments, orders and damages. No GPU is needed. The full disk is a
-small tmpfs, which only root can mount; for other users, only a limit on file sizes is tested.
+The program checks every answer of the cache byte by byte; after a wrong or missing answer, its exit
+code is 1. --seed determines the random moments, orders and damages. No GPU is needed. The full disk
+is a small tmpfs, which only root can mount; for other users, only a limit on file sizes is tested.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def everything(root: Path, order: random.Random, log: Path | None = None) -> Non
 
 
 def remake(root: Path, order: random.Random, emits: bool) -> None:
-    """Removes entries and asks for them again, until it is killed.
+    """Removes entries and asks for them again, until the process is killed.
 
     `emits` says whether the entries are kernels, which are emitted. Other entries are only stored.
     """
@@ -294,7 +294,8 @@ def limited_files(work: Path, rng: random.Random, scale: float) -> str:
 
 
 def versions(work: Path, rng: random.Random, scale: float) -> str:
-    """Runs two emitters side by side, and two formats of entries with the same keys."""
+    """Runs two versions of the emitter side by side, and two formats of entries with the same
+    keys."""
     emit = build.emitter.emit
 
     def other_emitter() -> None:

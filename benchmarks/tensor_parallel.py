@@ -4,22 +4,23 @@
 
 Times are microseconds of the slowest rank. Parts:
 
-op: T x 8192 numbers of bfloat16, in CUDA graphs of successive calls. `nccl` is the functional
-all-reduce, followed by Inductor's code for residual and norm. `one_shot` and `two_shot` are
-PyTorch's kernels of symmetric memory, after a copy into that memory and with the same norm. `ours`
-is the fused op.
+op: the sum and the norm of T x 8192 bfloat16 numbers, in CUDA graphs of successive calls. `nccl` is
+the functional all-reduce, followed by Inductor's code for residual and norm. `one_shot` and
+`two_shot` are PyTorch's kernels of symmetric memory, after a copy into that memory and with the
+same norm. `ours` is the fused op.
 
 soak: ten thousand calls with random delays on either rank, after which both ranks must have the
 same bits.
 
-model: published dims, 8 layers, weights split by hand as in Megatron, a static cache and a 4-D
-mask; eager, stock torch.compile and tilewright. A step is timed in wall-clock time without CUDA
-graphs (`wall_`), captured by `torch.cuda.graph` (`graph_`), and under mode="reduce-overhead"
-(`ro_`). After --seconds, nothing new is started.
+model: a model with published dims, 8 layers, weights split by hand as in Megatron, a static cache
+and a 4-D mask, with eager, stock torch.compile and tilewright. A step is timed in wall-clock time
+without CUDA graphs (`wall_`), captured by `torch.cuda.graph` (`graph_`), and under
+mode="reduce-overhead" (`ro_`). After --seconds, nothing new is started.
 
 Every capture needs a warm-up: NCCL makes its communicator at the first collective, which fails in a
-capture, and a rank that fails alone leaves the others waiting in the collective. `ro_` comes first,
-because recording PyTorch's own graphs frees the cuBLAS workspaces of earlier captures too.
+capture, and a rank that fails alone leaves the others waiting in the collective. The times with
+`ro_` are measured first, because PyTorch frees the cuBLAS workspaces of earlier captures when it
+records its own graphs.
 """
 
 from __future__ import annotations
@@ -215,8 +216,8 @@ def run_soak(given: argparse.Namespace) -> None:
 
 
 class Rows(torch.nn.Module):
-    """A linear. The columns of its weight are divided among the ranks, and it sums the results over
-    ranks."""
+    """A linear. The columns of its weight are divided among the ranks, and the linear sums the
+    results over ranks."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()

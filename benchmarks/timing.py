@@ -1,8 +1,8 @@
-"""Timing and results of all benchmarks.
+"""Times calls, and writes the results of all benchmarks.
 
 Variants are captured as CUDA graphs and timed in turn, and times are medians over rounds.
-(`ops/runtime/timing.py` does this, and `tune` uses it, too.) Results are JSON files that also
-describe the environment of the run.
+(`ops/runtime/timing.py` implements this; `tune` uses the same functions.) Results are JSON files
+that also describe the environment of the run.
 """
 
 from __future__ import annotations

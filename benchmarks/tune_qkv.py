@@ -2,9 +2,9 @@
 
     python benchmarks/tune_qkv.py [--out codegen/qkv/measured_qkv.json]
 
-For each set of dims and token count, it times every config of `plan.candidates`, and the library
-lowering over three weights and over one packed weight. Times are microseconds of CUDA graphs with a
-cold L2 cache. Rows of the table for other chips are kept.
+For each set of dims and token count, the program times every config of `plan.candidates`, and the
+library lowering over three weights and over one packed weight. Times are microseconds of CUDA
+graphs with a cold L2 cache. Rows of the table for other chips are kept.
 """
 
 from __future__ import annotations

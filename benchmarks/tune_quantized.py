@@ -2,9 +2,9 @@
 
     python benchmarks/tune_quantized.py [--formats int4 ...] [--models llama3-8b ...]
 
-For each row, it times every config of `plan.candidates` and the library lowering, in CUDA graphs
-with a cold L2 cache, as `tune_qkv.py` does for dense weights. Rows that are not measured again are
-kept.
+For each row, the program times every config of `plan.candidates` and the library lowering, in CUDA
+graphs with a cold L2 cache, as `tune_qkv.py` does for dense weights. Rows that are not measured
+again are kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Turns docstrings into Markdown for docs/api.md: an extension of griffe, which mkdocs.yml names.
+"""Turns docstrings into Markdown for docs/api.md. This module is an extension of griffe that
+mkdocs.yml names.
 
 A paragraph whose lines begin with names of arguments ("model, args: as the model is called.")
 becomes a list, and a reference such as :class:`Lowered` the name in code.

@@ -20,7 +20,7 @@ from measured_tables import END_TO_END, GENERATE, RESULTS, place
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
 
-#: The variants that are drawn. For each class in STYLE, the name in the legend.
+#: The variants that are drawn: for each class in STYLE, the name of the variant in the legend.
 VARIANTS = {
     "eager": "eager",
     "stock": "torch.compile (Inductor)",

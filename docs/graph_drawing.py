@@ -49,7 +49,7 @@ def draw(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right:.0f} {bottom:.0f}" '
         f'width="{right:.0f}" height="{bottom:.0f}" role="group" aria-label="{escape(title)}">'
     ]
-    # grandalf returns the lines in another order in each run.
+    # grandalf returns the lines in a different order in each run, so they are sorted.
     parts += sorted(f'<polyline points="{_points(line)}"/>' for line in lines)
     parts += [_node(node, box, css_class(node)) for node, box in boxes.items()]
     return "".join([*parts, "</svg>"])

@@ -2,7 +2,8 @@
 
 python docs/measured_tables.py
 
-The page has only the contents of these files. A test fails if the page differs from them.
+The page has only the contents of these files. A test fails if the page differs from what this
+script makes of the files.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 #: The rows of the largest table that the page shows.
 SHOWN_MODELS, SHOWN_TOKENS = ("llama3-8b", "llama3-70b"), (1, 64, 1024, 8192)
-#: The largest ratio of a plan's time to the best one's that counts as near.
+#: A plan counts as near the best if the ratio of its time to the best time is at most this number.
 NEAR_BEST = 1.05
 PAGE = ROOT / "docs" / "measured.md"
 HEAD = """# Measured
@@ -66,7 +67,8 @@ def end_to_end_h100(data: dict[str, Any]) -> str:
 PASSES = ("batch x tokens", "eager", "torch.compile", "tilewright", "best / tilewright")
 
 
-# The names of passes that are not called as `generate()` calls them with prompts of one length.
+# Words after the size of a case, for passes other than those that `generate()` makes with prompts
+# of one length.
 KINDS = {
     "padded": ", left padding",
     "nomask": ", no mask",
@@ -283,8 +285,8 @@ def latent_attention(data: dict[str, Any]) -> str:
 
 
 def cache_attention(data: dict[str, Any]) -> str:
-    """Returns a table of decode and prefill. A cell has a time, and the rate that follows from
-    it."""
+    """Returns a table of decode and prefill. A cell has a time, and the rate that follows from this
+    time."""
     head = "## Attention over a cache\n\n"
     head += (
         "The table is for Llama-3-8B's widths. A cell has the time in µs, and in brackets a rate. "
@@ -439,7 +441,7 @@ out because Dynamo ran them uncompiled; the benchmark is fixed, but was not run 
 
 
 def plans(data: dict[str, Any]) -> str:
-    """Returns the tables of the planner's tiles beside the best ones of a sweep."""
+    """Returns the tables that compare the planner's tiles with the best tiles of a sweep."""
     most = max(row["tried"] for row in data["rows"]) - 1
     head = f"""## Plans beside the best of a sweep
 
@@ -453,11 +455,11 @@ which no rule was fitted:"""
 
 
 def plans_h200(data: dict[str, Any]) -> str:
-    """Returns the same tables for a chip with faster memory."""
+    """Returns the tables that `plans` returns, for a chip with faster memory."""
     head = """## Plans on an H200
 
-This is the same comparison on an H200. It reads memory 1.4 times as fast as an H100, and the
-planner splits keys into more parts there:"""
+This is the same comparison on an H200. An H200 reads memory 1.4 times as fast as an H100, and the
+planner splits keys into more parts on an H200:"""
     return "\n\n".join((head, *_plan_tables(data["rows"])))
 
 

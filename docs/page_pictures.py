@@ -2,9 +2,9 @@
 
     python docs/page_pictures.py [--chromium PATH] [--page FILE]
 
-Needs Chromium, and Pillow, which is installed with matplotlib. Without Chromium it does nothing.
-The page shows DeepSeek-V3 with its 61 layers, which takes minutes to make. FILE is a page that
-`inspect --html` wrote, to use instead.
+The script needs Chromium, and Pillow, which is installed with matplotlib. Without Chromium, the
+script does nothing. The page shows DeepSeek-V3 with its 61 layers, which takes minutes to make.
+FILE is a page that `inspect --html` wrote; it is used instead of a new page.
 """
 
 from __future__ import annotations

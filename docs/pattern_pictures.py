@@ -60,8 +60,8 @@ def pictures(pattern: str, blocks: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(pattern: str, blocks: Mapping[str, str]) -> Any:
-    """Returns the module and arguments of the example. Each block is compiled under a file name of
-    its own, so that a picture names only lines of its own example."""
+    """Returns the module and arguments of the example. Each block is compiled under a different
+    file name, so that a picture names only lines of its example."""
     names: dict[str, Any] = {"__name__": "patterns"}
     for block in ("names", pattern):
         file = f"patterns.md, {block}"

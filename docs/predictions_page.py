@@ -1,8 +1,9 @@
-"""Writes docs/predictions.md, from what `benchmarks/predictions.py` and `published.py` have kept.
+"""Writes docs/predictions.md from the results files of `benchmarks/predictions.py`,
+`predicted_ops.py` and `published.py`.
 
 python docs/predictions_page.py
 
-A test fails if the page differs from them.
+A test fails if the page differs from these files.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ names. Two sets of rows are held out:
   fitted, except `mxfp4-gpu` and the models in bfloat16.
 
 The constants were fitted to the other rows of `steps.json` before any held-out row was predicted.
-In this first comparison the predictions for 92 % of the file's 135 held-out rows were within 15 %
-of the measurement, and so were 90 % of the predictions for all 169 held-out rows. The rows then
-showed three mistakes in counting, which are fixed: writes into buffers that
-nothing reads counted as kernels; the list of a mask's blocks counted once for each layer; and the
+In this first comparison, 92 % of the predictions for the file's 135 held-out rows were within 15 %
+of the measurement, and so were 90 % of the predictions for all 169 held-out rows. The held-out rows
+then showed three mistakes in counting, which are fixed: writes into buffers that nothing reads
+counted as kernels; the list of a mask's blocks counted once for each layer; and the
 weights of experts counted once, although for a few tokens the kernels of dot products read them
 once for each token. No constant describes these counts, but `FILL_S` was fitted again afterwards,
-to the same rows as before. The tables below were made after these changes, so for them the held-out
-rows are not entirely new.
+to the same rows as before. The tables below were made after these changes, so the held-out rows are
+not entirely new to the cost model of these tables.
 
 Steps with adapters were measured last, and no constant was changed for them.
 
@@ -92,7 +93,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 def whole() -> str:
     """Returns the lines of a table that compares predicted with measured times. A line has either
-    the first prediction of some rows, made before anything was fitted to them, or today's."""
+    the first predictions for some rows, which were made before any constant was fitted to these
+    rows, or today's predictions."""
     now = kept("predictions")["rows"]
     measured = {_key(row): row["measured_us"] for row in now}
     lines = []
@@ -100,7 +102,7 @@ def whole() -> str:
         ("an earlier cost model", "predictions_before"),
         ("`steps.json`, before constants were fitted to it", "predictions_unseen"),
     ):
-        # Rows that were measured again since then are left out.
+        # Rows that were measured again after the first prediction are left out.
         rows = kept(name)["rows"]
         before = [row for row in rows if measured.get(_key(row)) == row["measured_us"]]
         names = {_key(row) for row in before}
@@ -145,10 +147,10 @@ def classes() -> str:
     header = ("class", "held-out rows", "median", *FAR, "bar")
     return f"""## The bar of each class
 
-`inspect` prints an error bar beside the time: `2.6 ms ± 8 %`. The bar of a class of steps is the
-smallest percentage within which nine of ten held-out rows of the class lie, and at least 10 % if
-there are fewer than ten rows. A class is a kind of step (*prompt* means 64 or more new tokens of a
-sequence, *decode* fewer) and a kind of weights. A class without held-out rows has at least the
+`inspect` prints an error bar beside the time: `2.6 ms ± 8 %`. The error bar of a class of steps is
+the smallest percentage within which nine of ten held-out rows of the class lie, and at least 10 %
+if there are fewer than ten rows. A class is a kind of step (*prompt* means 64 or more new tokens of
+a sequence, *decode* fewer) and a kind of weights. A class without held-out rows has at least the
 widest bar of this table (`compiler/report/bars.py` `UNHELD`). One or two rows say little, so read
 such a bar as a guess.
 
@@ -214,16 +216,17 @@ def ops() -> str:
     return f"""## Single ops
 
 This table compares the parts of the cost model with measured calls of single ops (`python
-benchmarks/predicted_ops.py`). Some constants follow from these files, so this checks the formulas;
-it is not a held-out test. `moe_quantized.json` is older than the kernels that multiply one token by
-codes of experts. The rows of several tokens in `linears_quantized.json` are left out, because they
-are older than the kernels that put activations into the order of the codes.
+benchmarks/predicted_ops.py`). Some constants follow from these files, so the comparison checks the
+formulas, but it is not a held-out test. The rows of `moe_quantized.json` were measured before there
+were kernels that multiply one token by codes of experts. The rows of several tokens in
+`linears_quantized.json` are left out, because they were measured before there were kernels that put
+activations into the order of the codes.
 
 {table(header, lines, left=2)}
 
-For mixtures with weights of codes, the predictions are up to 3.3 times too low and up to 2.3 times
-too high. They are too low for attention of one long sequence over latents with many heads. A step
-that consists mostly of such parts may be outside of its bar."""
+For mixtures with weights of codes, the predicted times are up to 3.3 times too short and up to 2.3
+times too long. For attention of one long sequence over latents with many heads, they are too short.
+The measured time of a step that consists mostly of such parts may be outside of its error bar."""
 
 
 def chips() -> str:
@@ -247,22 +250,23 @@ def chips() -> str:
     return f"""## A chip on which tilewright was not measured
 
 For sm100 the cost model uses the rates of `codegen/targets.py`, and assumes that kernels reach the
-same shares of these rates as on Hopper. The table compares it with {len(rows)} figures of a B200
-from public threads, which measured kernels of other projects. (One figure is of a GB200; the thread
-of the attention rows says only sm100.) If a thread states a rate, the time is the product's FLOPs
-divided by this rate.
+same shares of these rates as on Hopper. The table compares its predictions with {len(rows)} figures
+of a B200 from public threads, which measured kernels of other projects. (One figure is of a GB200;
+the thread of the attention rows says only sm100.) If a thread states a rate, the time is the
+product's FLOPs divided by this rate.
 
 For products and mixtures, the ratio of predicted to published time has a {said}, and nine of ten
 are within {percent_of(ratios)} %. The last figure is used as the error bar of sm100, because no
 better one is known. It says how far the cost model is from the kernels of other projects, not how
 far it is from tilewright's kernels. The predictions for products of one token have the largest
 errors: these products take longer than starting a kernel and reading their bytes. Attention does
-not count for the error bar. The cost model assumes the share that our
+not count for the error bar: for attention, the cost model assumes the rate that tilewright's
 kernels reach on Hopper with a mask tensor, and FlashAttention-4 takes about a quarter of the
 resulting time. No published time of a whole step was found that states sizes, batch and context and
 is not a server's time.
 
-On other chips no prediction was compared with a measurement. Their bar is a guess: ± 50 %.
+On other chips, no prediction was compared with a measurement. The error bar of these chips is a
+guess: ± 50 %.
 
 {table(header, lines, left=2)}"""
 

@@ -1,4 +1,5 @@
-"""Hooks of mkdocs.yml that make pages of documents outside docs/, and of every linked file.
+"""Defines the hooks of mkdocs.yml that make pages of documents outside docs/, and of every linked
+file.
 
 A link in a document is a path in the repository, as a git host reads it. The hooks find the file in
 the repository, and replace the path by that of the site's page. README.md and similar files are

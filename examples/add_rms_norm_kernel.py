@@ -1,7 +1,8 @@
-"""The kernel of `examples::add_rms_norm`, from its template to the steps of a call, in one file.
+"""Defines the kernel of `examples::add_rms_norm`, from its template to the steps of a call.
 
-In the package each part is a file of its own in the family's folder; docs/adding-a-pattern.md
-explains the parts. Dimension letters: T tokens, K hidden size.
+This file holds all parts of the kernel. In the package, each part has a separate file in the folder
+of the op's family; docs/adding-a-pattern.md explains the parts. Dimension letters: T tokens, K
+hidden size.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ def add_rms_norm(
     HIDDEN: tl.constexpr, Y_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, EPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [T, HIDDEN] = RMS norm of y + s, times weight [HIDDEN], in fp32.
+    """Computes out [T, HIDDEN] = RMS norm of y + s, times weight [HIDDEN], in fp32.
 
-    Grid (cdiv(T, BLOCK_T),). Strides are those of rows; columns are contiguous.
+    Grid (cdiv(T, BLOCK_T),). Y_STRIDE and S_STRIDE are the strides of the rows; columns are
+    contiguous.
     """
     tokens = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK_K)[None, :]
@@ -70,7 +72,8 @@ def norm_grid(config: NormConfig, num_tokens: int) -> tuple[int]:
 
 # --- plan ---------------------------------------------------------------------------------------
 
-# Elements of a program: enough for many loads in flight, and few enough for the registers.
+# The number of elements that one program computes. It is large enough for many loads in flight, and
+# small enough for the registers.
 TILE = 4096
 
 
@@ -92,8 +95,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def unsupported(a: Any) -> str | None:
-    """Returns why the kernel does not support a call, from metadata alone. Returns None if it
-    does."""
+    """Returns the reason why the kernel does not support a call, or None if it does. Reads only the
+    metadata of tensors."""
     if a.y.dtype not in DTYPES:
         return f"no kernel for {a.y.dtype}"
     if a.y.shape[1] > MAX_HIDDEN:

@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     how = GenerationConfig(do_sample=False, max_new_tokens=wanted.new_tokens, eos_token_id=-1)
 
     expected = timed("transformers", model, prompts, how, ContinuousBatchingConfig(**sizes))
-    if not enable(model):  # a warning has said why
+    if not enable(model):  # enable() has issued a warning that says why
         return 1
     before = len(reports())
     config = BatchingConfig(**sizes, options=options)
@@ -94,7 +94,8 @@ def loaded(name: str | None) -> Any:
 
 
 def made_prompts(requests: int, vocabulary: int) -> list[list[int]]:
-    """Returns prompts of 5 tokens, 18, 31, ..."""
+    """Returns random prompts. The first prompt has 5 tokens, and each further prompt has 13 tokens
+    more than the one before."""
     generator = torch.Generator().manual_seed(1)
     lengths = [5 + 13 * number for number in range(requests)]
     return [torch.randint(1, vocabulary, (n,), generator=generator).tolist() for n in lengths]
@@ -113,7 +114,8 @@ def timed(who: str, model: Any, prompts: list[list[int]], how: Any, config: Any)
 
 
 def show(graphs: list[Any], layers: int) -> bool:
-    """Prints what is fused in each graph; returns whether each has a site in each layer."""
+    """Prints what is fused in each graph. Returns whether each graph has a fused site in each
+    layer."""
     counts = []
     for graph in graphs:
         sites = [site.pattern for site in graph.matches]

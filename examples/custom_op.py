@@ -1,10 +1,11 @@
-"""A library's own operator, declared in plain PyTorch, so that the site around it is fused.
+"""Declares the operator of a library in plain PyTorch, so that tilewright fuses the site around the
+operator.
 
     python examples/custom_op.py
 
-`engine::rotate` stands for a kernel of a library. No pattern knows what it computes, so the
-operations around it are not fused. `declare` says what it computes, in plain PyTorch.
-docs/tutorials/declare-an-op.md explains more.
+`engine::rotate` stands for a kernel of a library. No pattern knows what this operator computes, so
+the operations around it are not fused. The program calls `declare` to say, in plain PyTorch, what
+the operator computes. docs/tutorials/declare-an-op.md explains more.
 
 The exit status is 1 if the declaration is not used, or if the result differs.
 """
@@ -34,8 +35,8 @@ def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_meaning(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Computes what `engine::rotate` means. The arguments have the names in the operator's
-    schema."""
+    """Computes in plain PyTorch what `engine::rotate` computes. The arguments have the names in the
+    operator's schema."""
     one, two = x.chunk(2, dim=-1)
     turned = torch.cat([-two, one], dim=-1)
     return x * cos[:, None] + turned * sin[:, None]

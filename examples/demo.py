@@ -1,4 +1,4 @@
-"""Shows tilewright on any Linux machine: no GPU is needed, nothing is downloaded.
+"""Shows tilewright on any Linux machine. It needs no GPU, and downloads nothing.
 
     make demo
 
@@ -50,13 +50,14 @@ SMALL = {
     "max_position_embeddings": 128,
 }
 BATCH, PROMPT_TOKENS, DECODE_STEPS, CACHE_LENGTH = 2, 9, 6, 64
-# One rounding of bfloat16, which keeps 8 bits: the fused model's error may exceed eager's by this.
+# The fused model's error may exceed the eager model's error by this much. It is one rounding of
+# bfloat16, which keeps 8 bits.
 ALLOWANCE = 2.0**-8
 
 
 @dataclass
 class Checks:
-    """Prints each check as it is made, and remembers the failures."""
+    """Prints the outcome of each check, and remembers the failures."""
 
     made: int = 0
     failed: list[str] = field(default_factory=list)
@@ -122,8 +123,8 @@ def emitted_loop(kernel: Kernel) -> str:
 
 @dataclass
 class Run:
-    """The results of a model that decodes. `caches` has K and V of every layer before and after the
-    steps."""
+    """The results of a model that decodes: its logits, and the K and V caches of every layer before
+    and after the steps."""
 
     logits: list[torch.Tensor]
     before: list[torch.Tensor]
@@ -148,7 +149,8 @@ def decode(
     takes_places = "cache_position" in inspect.signature(model.forward).parameters
 
     def run(call: Callable[..., Any], first: int, end: int) -> torch.Tensor:
-        # Without a position, transformers 5.0 counts the slots that are not zero.
+        # If it gets no position, transformers 5.0 takes the number of slots that are not zero as
+        # the position.
         given = {"cache_position": places[first:end]} if takes_places else {}
         return call(tokens[:, first:end], **cache_argument(model, cache), **given).logits
 
@@ -190,7 +192,8 @@ def run_small(checks: Checks) -> None:
     print("  relative error against float64      fused     eager")
     for i, trio in enumerate(zip(fused.logits, eager.logits, exact.logits, strict=True)):
         compare(f"logits of step {i + 1}", *trio, checks)
-    # Compare only written slots: the other slots would hide their error.
+    # Only written slots are compared. The noise in the other slots would hide the error of the
+    # written ones.
     last = PROMPT_TOKENS + DECODE_STEPS
     for what, part in (("K", 0), ("V", 1)):
         written = (

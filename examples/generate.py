@@ -1,4 +1,5 @@
-"""Measures `generate()` of a Hugging Face model in tokens per second, eager and with tilewright.
+"""Measures the tokens per second of a Hugging Face model's `generate()`, in eager mode and with
+tilewright.
 
     python examples/generate.py                                   # a small model, random weights
     python examples/generate.py NAME --prompt "Once upon a time"  # yours, from the hub or a folder
@@ -40,11 +41,11 @@ def load(name: str | None, device: str) -> Any:
     weights."""
     if name is None:
         torch.manual_seed(0)
-        # In float32 on a CPU, roundings hardly ever change which token is chosen.
+        # The CPU runs in float32, in which rounding hardly ever changes the chosen token.
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         return AutoModelForCausalLM.from_config(SMALL, dtype=dtype).to(device).eval()
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", device_map=device).eval()
-    print(prepare(model))  # a quantised checkpoint needs this; a dense model does not change
+    print(prepare(model))  # only quantised checkpoints need this call
     return model
 
 
@@ -73,7 +74,8 @@ def timed(
     cache: PagedCache | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Returns the tokens of a second call, [batch, prompt + new], and prints its speed."""
+    """Calls `generate()` twice. Returns the tokens of the second call, [batch, prompt + new], and
+    prints the speed of that call."""
     if cache is not None:
         options |= cache_argument(model, cache)
     for _ in range(2):  # the first call compiles

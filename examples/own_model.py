@@ -1,11 +1,12 @@
-"""A GPT with a cache of its own, which it allocates once, so that tilewright can fuse it.
+"""Defines a GPT that allocates its own cache once, so that tilewright can fuse the model.
 
     python examples/own_model.py
     tilewright inspect examples/own_model.py:decode      # the same at a true size, on meta tensors
 
-The model does not depend on tilewright. It is fused for three reasons: the cache has a fixed size,
-it is written in place at positions in a tensor, and the mask compares positions (docs/cookbook.md).
-A prompt and a decode step are two calls of one compiled model.
+The model does not depend on tilewright. tilewright can fuse it for three reasons: the cache has a
+fixed size, the model writes the cache in place at positions that a tensor holds, and the mask
+compares positions (docs/cookbook.md). A prompt and a decode step are two calls of one compiled
+model.
 
 The exit status is 1 if a layer is not fused, or if the logits are less accurate than eager's.
 """
@@ -108,7 +109,8 @@ class Gpt(nn.Module):
 
 
 def logits_of(step: Any, prompt: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Computes the logits of a prompt [1, T], then of given new tokens [N], one by one."""
+    """Computes the logits of a prompt [1, T], and then the logits of the given new tokens [N], one
+    token at a time."""
     device = prompt.device
     found = [step(prompt, torch.arange(prompt.shape[1], device=device))]
     for number, token in enumerate(new, start=prompt.shape[1]):

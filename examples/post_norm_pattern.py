@@ -1,5 +1,5 @@
-"""A pattern in one file, with a norm, an in-place write into the graph's own memory, and arguments
-that are computed.
+"""Defines a pattern in one file. The pattern has a norm, an in-place write into the graph's own
+memory, and arguments that it computes.
 
     y = x.clone()
     y += sublayer(x)                    ⇒   examples::add_rms_norm(y, s, weight, eps)
@@ -134,7 +134,8 @@ def _norm(value: Value) -> Norm | None:
 
 
 def _weight(norm: Norm, anchor: Value) -> View | Computed:
-    """Returns `offset + weight` as the op takes it, [K]. Returns ones if there is no weight."""
+    """Returns `offset + weight` of the norm as a tensor [K], as the op takes it. Returns ones if
+    the norm has no weight."""
     if norm.weight is None:
         options = (("dtype", anchor.dtype), ("device", anchor.device))
         return Computed("full", ((norm.width,), 1.0), options)
@@ -144,8 +145,8 @@ def _weight(norm: Norm, anchor: Value) -> View | Computed:
 
 
 def _sum(view: View) -> Value:
-    """Returns the sum that is normalised. `y += s` is two values: the sum, and the store of the
-    sum."""
+    """Returns the sum that is normalised. `y += s` is two values in the graph: the sum, and the
+    write of the sum into y."""
     bare, _ = strip_casts(view)
     summed = bare.value
     if summed.op != "aten.add" or len(summed.operands) != 2 or not bare.is_whole:
@@ -159,7 +160,8 @@ language.register(AddRmsNorm())
 
 
 class PostNorm(torch.nn.Module):
-    """A sublayer and the norm after it. `form` is the way in which the norm's weight is written."""
+    """A sublayer and the norm after the sublayer. `form` says in which way the norm applies its
+    weight."""
 
     def __init__(self, hidden: int, form: str) -> None:
         super().__init__()
@@ -185,7 +187,7 @@ def post_norm(device: str = "meta") -> tuple[Any, tuple[Any, ...], dict]:
 
 
 def real() -> tuple[Any, tuple[Any, ...], dict]:
-    """Makes the same model with data, for `tilewright verify`, which runs it."""
+    """Makes the same model with real tensors, because `tilewright verify` runs the model."""
     return post_norm("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -193,7 +195,7 @@ def main() -> None:
     model, args, _ = post_norm()
     print(lower(model, args, patterns=[NAME]))
     model, (x,), _ = post_norm("cpu")
-    # Without this, the graph would stay unfused on a CPU, where the op has no kernel.
+    # By default, tilewright leaves the graph as it is on a CPU, where the op has no kernel.
     options = {"inner": "eager", "everywhere": True}
     compiled = torch.compile(model, backend="tilewright", options=options)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Writes small quantised checkpoints with random weights, in two formats that the hub has.
+"""Writes small quantised checkpoints with random weights, in two formats of the Hugging Face Hub.
 docs/tutorials/quantised-models.md loads them.
 
 write("awq", model)  # a Llama with dense weights; writes to the folder "awq"

@@ -1,4 +1,4 @@
-"""A fused op and its pattern, from one file outside the package.
+"""Defines a fused op and its pattern, in one file outside the package.
 
     gate = linear(x, gate_weight)
     up   = linear(x, up_weight)          ⇒   examples::swiglu(x, gate_weight, up_weight)
@@ -44,7 +44,8 @@ class SwigluArguments:
 
 
 def validate(a: SwigluArguments) -> None:
-    """Checks only metadata, because this also runs while a graph is traced."""
+    """Checks only the metadata of tensors, because this method also runs while a graph is
+    traced."""
     check_dtype("swiglu", "x", a.x, DTYPES)
     check_shape("swiglu", "x", a.x, "[T, K]", (None, None))
     check_shape("swiglu", "gate_weight", a.gate_weight, "[N, K]", (None, a.x.shape[1]))
@@ -90,7 +91,7 @@ contract.register(
         validate=validate,
         fake=fake,
         reference=reference,
-        lowerings=(),  # a kernel would be one Lowering here, and `plan` would name it
+        lowerings=(),  # a kernel would be a Lowering in this tuple, and `plan` would name it
         cases=(SwigluCase("bf16"), SwigluCase("fp32", dtype=torch.float32)),
         sample_inputs=sample_inputs,
     )
@@ -104,7 +105,7 @@ language.register_code("SWIGLU_PATH", "the product's operand is not a linear of 
 
 @dataclass(frozen=True)
 class Swiglu:
-    """Matches silu(gate) * up, where both are linears of one activation."""
+    """Matches silu(gate) * up, where gate and up are linears of one activation."""
 
     name: str = "swiglu"
     op: str = "examples::swiglu"
@@ -154,7 +155,7 @@ def _silu_and_other(product: Value) -> tuple[Value, View] | None:
 
 
 def _linear(view: View, who: str) -> Value:
-    """Returns the linear whose whole result a view is."""
+    """Returns the linear whose whole result `view` is."""
     linear = view.value
     if linear.op != "aten.linear" or not view.is_whole:
         reject("SWIGLU_PATH", Stage.ACTIVATION, f"{who} is {linear.op}, expected a linear", linear)

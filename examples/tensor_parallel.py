@@ -1,13 +1,15 @@
-"""Runs a Llama that is sharded over several processes, each compiled by tilewright.
+"""Runs a Llama that is sharded over several processes. Each process compiles its part with
+tilewright.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
-Each process has a GPU (NCCL), or all run on the CPU (gloo). torch's `parallelize_module` shards the
-projections by heads and the MLP by columns; each rank keeps its own heads in its cache. The errors
-of logits and caches against the unsharded model in float64 are compared with those of the sharded
-model without tilewright.
+Each process has a GPU (NCCL), or all processes run on the CPU (gloo). torch's `parallelize_module`
+shards the projections by heads and the MLP by columns; each rank keeps its own heads in its cache.
+The errors of logits and caches against the unsharded model in float64 are compared with those of
+the sharded model without tilewright.
 
-The exit status is 1 if a layer is not fused, or if the result is less accurate.
+The exit status is 1 if a layer is not fused, or if the result is less accurate than without
+tilewright.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ CONFIG = LlamaConfig(
     max_position_embeddings=128,
 )
 PROMPT, STEPS, CACHE_LENGTH = 9, 3, 64
-#: The ops that each layer must have, once each.
+#: The patterns that must match in each layer, once each.
 WANTED = ("qkv_cache", "cache_attention")
 # One rounding of bfloat16, which keeps 8 bits. The fused model's error may exceed the error of the
 # model without tilewright by this much.
@@ -80,7 +82,7 @@ def error(made: torch.Tensor, exact: torch.Tensor) -> float:
 
 def run(rank: int, ranks: int, device: torch.device) -> list[str]:
     """Lists the faults on this rank; the list is empty if all is well."""
-    torch.manual_seed(0)  # every rank makes the same model, and keeps its part of it
+    torch.manual_seed(0)  # every rank makes the same model, and keeps its own part
     whole = LlamaForCausalLM(CONFIG).to(device, torch.bfloat16).eval()
     exact = decode(copy.deepcopy(whole).double(), torch.float64, KV_HEADS, device)
     model = shared(whole, init_device_mesh(device.type, (ranks,)))

@@ -1,1 +1,1 @@
-"""The programs for users: the command line and the model zoo."""
+"""Contains the programs for users: the command line and the model zoo."""

@@ -1,4 +1,4 @@
-"""The command line: `tilewright COMMAND`. Each command has a file in `commands/`.
+"""The command line: `tilewright COMMAND`. Each command has a file in `tools/commands/`.
 
 Reports go to stdout. Progress, the model's own prints and errors go to stderr, so that `--json` can
 be piped. Exit code 0 means that all is well, 1 that the command ran and found something wrong, and

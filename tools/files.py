@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Writes a temporary file, and then moves it into place. Raises OSError."""
+    """Writes `content` to a temporary file, and then moves that file to `path`. Raises OSError."""
     data = content.encode() if isinstance(content, str) else content
     handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -1,5 +1,5 @@
-"""Compiles the kernels of a report in parallel, and checks each kernel against the rules of the
-target."""
+"""Compiles the kernels of a report in parallel, and checks the machine code of each kernel against
+the rules of the target."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def expectations(kernel: Kernel, target: Target) -> Expectations:
     """Returns the rules that follow from the spec of a kernel.
 
     A kernel that multiplies tiles must use the tensor cores that are meant for its dtype, unless
-    its tiles are too short for them. NVFP4 x NVFP4 must be multiplied as NVFP4 if the chip's tensor
-    cores support NVFP4. A kernel that is warp-specialised, that unpacks codes, or that computes
-    attention may use a little stack.
+    its tiles are too short for them. If the chip's tensor cores support NVFP4, a product of two
+    NVFP4 operands must be computed in NVFP4. A kernel that is warp-specialised, that unpacks codes,
+    or that computes attention may use a little stack.
     """
     if "tl.dot" not in kernel.source:
         return Expectations()
@@ -87,7 +87,7 @@ def expectations(kernel: Kernel, target: Target) -> Expectations:
     if "BLOCK_SCALED" in constants:
         dtype = nvfp4_mma(target)
     if constants.get("WIDENED"):
-        dtype = "fp32"  # the router's weight
+        dtype = "fp32"  # the dtype of a router's weight
     return Expectations(
         mma=dtype if dtype in dict(target.mma_opcodes) else None,
         legacy_mma_reason=SHORT_TILE_REASON if short else "",

@@ -26,17 +26,19 @@ from tilewright.ops.formats.fp8 import FP8_DTYPES, saturating_cast
 from tilewright.tools.pages import Pages, mark_address
 
 BETWEEN_GRAPHS = (
-    "PagedCache takes its pages between graphs; to take them before the call, use "
+    "PagedCache takes its pages between graphs; to take the pages before the call, use "
     "early_initialization() and reserve(tokens)"
 )
 
 
-#: The scales of a layer's keys and of its values. Each is float32 [] or [heads].
+#: The scale of a layer's keys, and the scale of the layer's values. Each scale is a float32 tensor
+#: of shape [] or [heads].
 Scales = tuple[torch.Tensor, torch.Tensor]
 
 
 class PagedLayer(StaticLayer):
-    """The pools of one layer. All layers share `pages`, and the first layer counts the tokens.
+    """The pools of one layer. All layers share `pages`, and the first layer adds the new tokens to
+    its count.
 
     stored: the dtype of the pools; None for the dtype of the keys and values.
     scales: the factors by which 8-bit floats in the pools are multiplied.
@@ -119,7 +121,7 @@ class PagedLayer(StaticLayer):
         States have the shape [batch, heads, tokens, head_dim]. Results have the shape [batch,
         heads, columns * page_size, head_dim]; positions without a token hold zeros or old values.
         Eager calls take the pages that they need. Compiled calls use the pages that were reserved
-        before. Raises ValueError for another batch size.
+        before. Raises ValueError if the cache already holds another number of sequences.
         """
         batch, tokens = key_states.shape[0], key_states.shape[2]
         if self.counts and not (torch.compiler.is_compiling() and self.is_initialized):
@@ -181,17 +183,18 @@ class PagedCache(StaticCache):
         compiled forward pass do not change with the length.
     max_pages: the maximum number of pages of a pool.
     dtype: the dtype of the pools, float8_e4m3fn or float8_e5m2; None for the dtype of the model.
-    scales: for a layer's number, the factors by which its 8-bit keys and values are multiplied, as
-        `kv_scales` reads them from a model. Layers that are not in it have the factor 1.
+    scales: a dictionary from a layer's number to the two factors by which the layer's 8-bit keys
+        and values are multiplied, as `kv_scales` reads them from a model. A layer that is not in
+        the dictionary has the factors 1.
 
     Raises ValueError for bad values, and for a model whose attention layers cache more than keys
     and values.
 
     The cache takes pages between forward passes, as tokens come. In an eager pass, the first layer
-    takes them. `generate()` asks for the size of the mask before each pass, and the cache takes
-    them then. If a user calls a compiled model directly, taking pages breaks the graph, unless
-    `reserve` has taken the pages before. Beams share full pages; only partly filled pages are
-    copied.
+    takes the pages. `generate()` asks for the size of the mask before each pass, and the cache then
+    takes the pages for the pass. If a user calls a compiled model directly, taking pages breaks the
+    graph, unless `reserve` has taken the pages before. Beams share full pages; only partly filled
+    pages are copied.
     """
 
     def __init__(
@@ -257,10 +260,10 @@ class PagedCache(StaticCache):
         """Takes pages for `tokens` more tokens of each sequence, so that later calls do not have to
         take any.
 
-        From then on, compiled calls take no pages themselves, until `crop`, `reset` or another
-        batch. A reservation before the first forward pass takes effect in that pass. Raises
-        ValueError if `tokens` is not an int of at least 0, or if the tokens would exceed
-        max_cache_len. Raises RuntimeError if they would exceed max_pages.
+        From then on, compiled calls take no pages themselves, until `crop` or `reset` is called or
+        the batch size changes. A reservation before the first forward pass takes effect in that
+        pass. Raises ValueError if `tokens` is not an int of at least 0, or if the tokens would
+        exceed max_cache_len. Raises RuntimeError if they would exceed max_pages.
         """
         if not _is_count(tokens, least=0):
             raise ValueError(f"tokens: expected an int of at least 0, got {tokens!r}")
@@ -288,8 +291,8 @@ class PagedCache(StaticCache):
         self.pages.crop(0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last -`tokens_to_remove` tokens of each sequence. With 0, it does not wait
-        for the device.
+        """Removes the last `-tokens_to_remove` tokens of each sequence. `tokens_to_remove` is 0 or
+        negative; with 0, the method does not wait for the device.
 
         A positive number, which transformers accepts up to release 5.17, is the number of tokens to
         keep.
@@ -316,7 +319,7 @@ class PagedCache(StaticCache):
         self._rearrange([b for b in range(self.pages.batch) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps only the sequences at these indices, in this order."""
+        """Keeps only the sequences at `indices`, in the order of `indices`."""
         for layer in self._others():
             layer.batch_select_indices(indices)
         chosen = torch.arange(self.pages.batch, device=indices.device)[indices]
@@ -346,7 +349,7 @@ class PagedCache(StaticCache):
 
 
 def _is_count(value: Any, least: int = 1) -> bool:
-    """Whether the value is an integer, of any integer type, and at least `least`."""
+    """Returns whether the value is an integer of any integer type, and at least `least`."""
     try:
         return not isinstance(value, bool) and operator.index(value) >= least
     except TypeError:
@@ -354,7 +357,7 @@ def _is_count(value: Any, least: int = 1) -> bool:
 
 
 def _are_scales(scales: Any) -> bool:
-    """Whether the value maps layers to pairs of tensors."""
+    """Returns whether the value is a dictionary from layer numbers to pairs of tensors."""
     return isinstance(scales, Mapping) and all(
         isinstance(pair, (tuple, list))
         and len(pair) == 2
@@ -389,7 +392,8 @@ def _bytes(pool: torch.Tensor) -> torch.Tensor:
 
 
 def _zeros(pages: Pages, heads: int, head_dim: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns a pool of zeros. A hidden value is multiplied by zero, so it must be finite."""
+    """Returns a pool of zeros. Attention multiplies the value of a hidden key by zero, so that
+    value must be finite."""
     pool = like.new_zeros((pages.num_pages, pages.page_size, heads, head_dim))
     mark_address(pool)
     return pool

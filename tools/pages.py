@@ -2,10 +2,9 @@
 
     key j of sequence b lies in page block_table[b, j // page_size], at j % page_size
 
-The host decides all of this between forward passes. Sequences may share full pages. The page that a
+The host assigns pages between forward passes. Sequences may share full pages. The page that a
 sequence writes next belongs to this sequence alone (copy on write). Page 0 belongs to no sequence.
-It stands in the columns of the block table that have no page yet, and the mask hides the keys of
-page 0.
+The entries of the block table that have no page yet are 0, and the mask hides the keys of page 0.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-# A pool that is too small grows by at least a quarter, so that its tokens are rarely copied.
+# A pool that is too small grows by at least 1 / GROWTH of its size, so that its tokens are rarely
+# copied.
 GROWTH = 4
 
 
@@ -36,7 +36,8 @@ class Pages:
         self.rows: list[list[int]] = []
         self.free: list[int] = []
         self.num_pages = 1
-        # The number of pages of each sequence, and the number of columns of the block table.
+        # `columns` is the number of pages of each sequence. `width` is the number of columns of the
+        # block table.
         self.columns = 0
         self.width = 1 if max_length is None else self._pages_for(max_length)
         self.length = torch.zeros((), dtype=torch.int64)
@@ -72,7 +73,8 @@ class Pages:
         self._most, self.ahead = most, ahead
 
     def reserve(self, tokens: int) -> bool:
-        """Makes room for `tokens` more tokens of each sequence. Returns whether that took pages.
+        """Makes room for `tokens` more tokens of each sequence. Returns whether the reservation
+        took pages.
 
         Waits for the device only if the exact number of present tokens is needed. Raises ValueError
         if the tokens would exceed `max_length`, and RuntimeError if they would exceed `max_pages`.
@@ -106,8 +108,8 @@ class Pages:
         return length
 
     def crop(self, length: int) -> list[tuple[int, int]]:
-        """Keeps `length` tokens of each sequence. Returns the pages to be copied, as pairs (from,
-        to)."""
+        """Keeps the first `length` tokens of each sequence. Returns the pages to be copied, as
+        pairs (from, to)."""
         return self._keep(self.rows, length)
 
     def rearrange(self, sources: Sequence[int]) -> list[tuple[int, int]]:
@@ -190,6 +192,6 @@ class Pages:
 
 
 def mark_address(tensor: torch.Tensor) -> None:
-    """Marks a tensor's address as static: CUDA graphs read the tensor in place, and are recorded
-    again if the address changes."""
+    """Marks a tensor's address as static. CUDA graphs then read the tensor in place, and are
+    recorded again if its address changes."""
     torch._dynamo.mark_static_address(tensor)

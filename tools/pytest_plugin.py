@@ -1,4 +1,5 @@
-"""A pytest plugin whose fixture makes a test fail if the matches of a model change.
+"""Defines a pytest plugin. A test that uses its fixture `tilewright` fails if the matches of a
+model change.
 
     def test_fusions(tilewright):
         tilewright.check(model, (input_ids,), cache_argument(model, cache))
@@ -126,10 +127,11 @@ class Matches:
         options: Mapping[str, Any] | None = None,
         **codes: str,
     ) -> Lowered:
-        """Checks that each named pattern matches nothing, and has a miss with the given code.
+        """Checks that each named pattern has no match, and has a miss with the given code.
 
-        `code` alone stands for all patterns, as in `assert_misses(model, args, code="ESCAPES")`.
-        The patterns that miss with this code must then match nothing.
+        If only `code` is given, as in `assert_misses(model, args, code="ESCAPES")`, at least one
+        pattern must have a miss with this code, and the patterns that have such a miss must have no
+        match.
         """
         if codes or code is None:
             _check_names(codes, 'qkv_cache="ESCAPES"')
@@ -185,7 +187,7 @@ def _untraced() -> Iterator[None]:
 
 
 def _check_names(expected: Mapping[str, Any], example: str) -> None:
-    """Raises ValueError for unknown patterns, or if no pattern is named."""
+    """Raises ValueError if a name is not that of a pattern, or if no pattern is named."""
     from tilewright.patterns.language import registered
 
     known = sorted(pattern.name for pattern in registered())
@@ -228,7 +230,7 @@ def _stored(path: Path) -> Sequence[Any]:
     try:
         return read_lines(path)
     except SnapshotError as error:
-        problem = error  # raising an error here would print the whole chain of exceptions
+        problem = error  # raising an error in this block would print the whole chain of exceptions
     pytest.fail(f"{problem}; write it anew with pytest {UPDATE}", pytrace=False)
 
 

@@ -1,4 +1,4 @@
-"""The built-in zoo: published configurations, each with the arguments of a step.
+"""Contains the built-in zoo: published configurations, each with the arguments of a step.
 
 The models are Hugging Face classes on the meta device, and their caches are there, too. Therefore a
 graph with the true sizes takes no memory. :func:`load_model` also loads the MODEL of a user's
@@ -22,7 +22,7 @@ from tilewright.tools.models.loading import LoadedModel as LoadedModel
 from tilewright.tools.models.loading import ModelError as ModelError
 from tilewright.tools.models.loading import load_function, place_of
 
-if TYPE_CHECKING:  # torch is imported with the first model, because the names are needed without it
+if TYPE_CHECKING:  # the zoo's names are needed without torch, which is imported with a model
     import torch
 
 FORMS = "a zoo name, module:function, file.py:function or a folder with a config.json"
@@ -34,8 +34,8 @@ LORA = "-lora"
 PAGE_SIZE = 16
 LORA_RANK = 16
 FORMS_OF_A_MODEL = (
-    "each but deepseek's also with -paged (a paged cache) or -lora (adapters on q, k and v), each "
-    f"with {PREFILL} ({PREFILL_TOKENS} tokens instead of one)"
+    "names except deepseek's may have the suffix -paged (a paged cache) or -lora (adapters on q, k "
+    f"and v), and all names may have {PREFILL} ({PREFILL_TOKENS} tokens instead of one)"
 )
 
 
@@ -74,8 +74,8 @@ _DIMS = {
 def _model(
     name: str, config_class: str, rope: Mapping[str, Any], **fields: Any
 ) -> tuple[str, ZooModel]:
-    """Makes a model of `_DIMS`. `rope` holds its rope_parameters, and `fields` further fields of
-    its config class."""
+    """Makes a model of `_DIMS`. `rope` holds the model's rope_parameters, and `fields` holds
+    further fields of its config class."""
     dims = dict(zip(_COLUMNS, _DIMS[name], strict=True))
     common = {"rope_parameters": rope, "tie_word_embeddings": False}
     # Models that cache latents have no paged form and no LoRA form here.
@@ -136,8 +136,8 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def zoo_names() -> tuple[str, ...]:
-    """Returns every name that `load_model` knows. Each form of each model has a decode step and a
-    prefill."""
+    """Returns every zoo name that `load_model` knows. There is a name for the decode step, and a
+    name for the prefill, of each form of each model."""
     return tuple(
         name + form + tokens
         for name, model in ZOO.items()
@@ -288,7 +288,8 @@ def _step(
     input_ids = torch.zeros(size, dtype=torch.int64)
     kwargs = cache_argument(model, cache)
     if "cache_position" in inspect.signature(model.forward).parameters:
-        # Passed as generate() does. Models without this parameter take the position from the cache.
+        # generate() passes this argument, too. Models without the parameter take the position from
+        # the cache.
         kwargs["cache_position"] = torch.arange(size[1])
     config = model.config
     heads, head_dim = (getattr(config, n, None) for n in ("num_key_value_heads", "head_dim"))

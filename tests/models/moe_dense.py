@@ -222,8 +222,16 @@ def weights_by_a_list(m, x, logits, weights, ids):
     return (y * scattered(x, weights, ids).T[..., None]).sum(0).to(x.dtype)
 
 
+def bias_from_a_product(m, x, logits, weights, ids):
+    """Adds a projection of the first token to the rows of all tokens."""
+    first = F.linear(x[:1], m.gate_up[0].T)
+    both = torch.bmm(x.expand(E, -1, -1), m.gate_up) + first[None]
+    return (torch.bmm(act(both), m.down) * scattered(x, weights, ids).T[..., None]).sum(0)
+
+
 #: For each function: (code, slots).
 NEAR_MISSES = {
+    bias_from_a_product: ("EXPERT_ACTIVATION", S),
     soft: ("EXPERT_SCORES", S),
     not_from_zero: ("EXPERT_SCORES", S),
     sigmoid_of_zeros: ("EXPERT_SCORES", S),

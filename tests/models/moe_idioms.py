@@ -224,6 +224,7 @@ class Moe(nn.Module):
         self.combine = COMBINES[axes.combine]
         self.split = SPLITS[axes.layout]
         self.reduce = lambda out: out.sum(1) if out.dim() == 3 else out
+        self.sum_slots = lambda y, weights: torch.einsum("tsh,ts->th", y, weights)
         self.escape = False
         experts, hidden, inner = axes.num_experts, axes.hidden, axes.inner
         self.router = nn.Linear(hidden, experts + axes.elsewhere, bias=False)
@@ -310,7 +311,7 @@ class Moe(nn.Module):
         y = torch.einsum(f"tsk,{stored}->tsn", self.activation(*self.split(both)), self.down[ids])
         if self.axes.bias:
             y = y + self.down_bias[ids]
-        return torch.einsum("tsh,ts->th", y, weights.to(y.dtype))
+        return self.sum_slots(y, weights.to(y.dtype))
 
     def projected(self, x, ends, ids_sorted, mask):
         if self.axes.layout == "separate":

@@ -218,7 +218,7 @@ def test_nothing_to_fuse_is_a_report_too(inspect):
     said = " ".join(done.stdout.split())
     assert "Nothing to fuse was found. Where patterns start, and what is there:" in said
     assert "(index_copy_, cache[slots] = k): nothing like it" in said
-    assert "behind them: only linear x1, the first in the top level" in said
+    assert "after them: only linear x1, the first in the top level" in said
 
 
 def test_where_nothing_starts_the_nearest_is_named_with_its_place(inspect):
@@ -227,7 +227,7 @@ def test_where_nothing_starts_the_nearest_is_named_with_its_place(inspect):
     line = line_of("no mask")
     where = f"the first in attention (mine.py:{line})"
     assert f"among heads: only scaled_dot_product_attention x1, {where}" in said
-    assert "behind them: only linear x3, the first in attention.q" in said
+    assert "after them: only linear x3, the first in attention.q" in said
     assert "the topk of the numbers in the rows of a product: nothing" in said
 
 

@@ -1,5 +1,5 @@
-"""Audit cases of attention over a cache. Their kernels are compiled with every supported release of
-Triton.
+"""Lists the audit cases of attention over a cache. Their kernels are compiled with every supported
+release of Triton.
 
 The shapes come from published models. The masks are the ones that `generate()` passes.
 """
@@ -20,9 +20,9 @@ from tilewright.ops.attention.block_lists import MaskBlocksArguments
 from tilewright.ops.attention.cache_attention import AttentionArguments
 from tilewright.tools.audit.cases import SOFTMAX_REASON, AuditCase, audited, distinct, meta, planned
 
-# (sequences, queries, keys, dtype) of decode steps, of prefills, and of a cache whose length is no
-# round number. The dtype is that of the mask. In a mask of numbers, the lowest number hides a key,
-# as in eager attention.
+# Entries (sequences, queries, keys, dtype of the mask) for decode steps, for prefills, and for a
+# cache whose length is not a multiple of a power of two. In a mask of numbers, the lowest number
+# hides a key, as in eager attention.
 MASKS = (
     (64, 1, 2048, torch.bool),
     (1, 1, 131072, torch.bool),
@@ -35,7 +35,8 @@ MASKS = (
 )
 
 
-# For each name: (query heads, key heads, width, options of `_call`).
+# Heads are given as (query heads, key heads, head dim). CALLS maps each name to (heads, options of
+# `_call`).
 LLAMA, GEMMA2, GPT_OSS = (32, 8, 128), (8, 4, 256), (64, 8, 64)
 CALLS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "Llama-3-8B": (LLAMA, {}),
@@ -47,10 +48,10 @@ CALLS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "Gemma-2-2B, window": (GEMMA2, {"window": 4096, "softcap": 50.0}),
     "gpt-oss, window": (GPT_OSS, {"window": 128, "sinks": True}),
 }
-# (sequences, queries of each sequence, keys for which each sequence has room).
+# Entries (sequences, queries of each sequence, keys for which each sequence has room).
 SIZES = ((1, 1, 8192), (64, 1, 2048), (16, 4, 2048), (1, 1024, 2048), (1, 8192, 8192))
-# The steps of an engine over one memory that has the rows of all layers, in pages of 256 with a
-# block table. The first table maps names to (heads, options). The second has (tokens, sequences,
+# The steps of an engine read one memory that has the rows of all layers, in pages of 256 with a
+# block table. ENGINES maps names to (heads, options). STEPS has entries (tokens, sequences,
 # columns, ragged).
 ENGINES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "Llama-3-8B": (LLAMA, {}),
@@ -64,8 +65,8 @@ STEPS = (
 )  # fmt: skip
 # The bytes of stack that a kernel may use. Triton 3.9 needs 56 for the wide heads of Gemma-2.
 STACK_BYTES = 64
-# The bytes of stack for wide heads in pages on SM100. Triton 3.7 uses 112 bytes, none of them in a
-# loop.
+# The bytes of stack that a kernel for wide heads in pages may use on SM100. Triton 3.7 uses 112
+# bytes, and accesses none of them in a loop.
 WIDE_PAGED_STACK_BYTES = 128
 
 

@@ -1,5 +1,4 @@
-"""The audit cases of all families. A case is a kernel with the rules that its machine code must
-keep."""
+"""Defines audit cases. A case is a kernel with the rules that its machine code must keep."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ SPECIALISED_STACK_BYTES = 8
 MMA_ROWS = 64
 SOFTMAX_REASON = "the softmax reads each block's scores and rescales the output"
 SCALED_SUMS_REASON = "the sums of each group are scaled before they are added"
-SHORT_TILE_REASON = "a few tokens: each weight is read once and takes part in few operations"
+SHORT_TILE_REASON = "a few tokens: each weight is read once and used in few operations"
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

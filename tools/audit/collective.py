@@ -1,5 +1,5 @@
-"""Audit cases of sums over ranks. Their kernels are compiled with every supported release of
-Triton."""
+"""Lists the audit cases of sums over ranks. Their kernels are compiled with every supported release
+of Triton."""
 
 from __future__ import annotations
 

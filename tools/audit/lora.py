@@ -1,7 +1,7 @@
-"""Audit cases of LoRA kernels, which are compiled with every supported release of Triton.
+"""Lists the audit cases of LoRA kernels, which are compiled with every supported release of Triton.
 
-They cover the sizes of published models, each regime of row counts, and each way to assign adapters
-to rows.
+The cases cover the sizes of published models, each regime of row counts, and each way to assign
+adapters to rows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from tilewright.tools.audit.cases import MMA_ROWS, AuditCase, audited, distinct,
 
 # The numbers of tokens: one token, decode batches, a chunk of a prefill, and a whole prefill.
 TOKEN_COUNTS = (1, 16, 64, 512, 8192)
-FEW_ROWS_REASON = (
-    "few rows for each adapter: a weight is read once and takes part in few operations"
-)
+FEW_ROWS_REASON = "few rows for each adapter: a weight is read once and used in few operations"
 KERNEL = "{kernel}: {reason}"
 OTHER_RANKS = (8, 12, 64, 128, 256)
 
@@ -51,9 +49,9 @@ ADDRESSINGS = {
 
 @audited("lora")
 def lora_cases(target: Target) -> list[AuditCase]:
-    """Returns the shrink kernel and the expand kernel for every layer and token count, with rows in
-    groups by adapter. The first layer is also audited with the other ways to assign adapters to
-    rows, and with other ranks."""
+    """Returns the cases of the shrink kernel and the expand kernel for every layer and token count.
+    In these cases, rows are grouped by adapter. The first layer is also audited with the other ways
+    to assign adapters to rows, and with other ranks."""
     first = LAYERS[0]
     cases = [case for layer in LAYERS for case in _token_cases(layer, "groups", target)]
     for addressing, (least, most) in ADDRESSINGS.items():
@@ -111,7 +109,8 @@ def _token_cases(
 def _shrink_cases(name: str, a: ShrinkArguments, target: Target) -> Iterator[AuditCase]:
     yield from planned(f"{name} {KERNEL}", shrink.OP, a, target, claims)
     if shrink.OP.plan_for(a, target.name).name == "library GEMM":
-        # Audits this kernel, too, because calls with other ranks of q, k and v launch it.
+        # For these ranks a library GEMM computes the shrink. The shrink kernel is audited
+        # nevertheless, because calls with other ranks of q, k and v launch it.
         config = plan_shrink(shrink_problem(a, row_counts(a, a.rows, a.rows)), a.rows, target)
         (spec,) = drive(shrink_steps(a, target, config), Planner(target), keep=True).specs
         yield AuditCase(f"{name} {spec.kernel}: {config}", spec, claims(spec))

@@ -1,8 +1,8 @@
-"""Audit cases of the kernels around MLA's attention, which are compiled with every supported
-release of Triton.
+"""Lists the audit cases of the kernels around MLA's attention, which are compiled with every
+supported release of Triton.
 
-They cover the sizes of published models, floats and codes, and each kind of store, gather and
-up-projection.
+The cases cover the sizes of published models, weights as floats and as codes, and each kind of
+store, gather and up-projection.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tilewright.tools.audit.cases import (
 )
 
 ROW_COUNTS = (64, 4096)
-SCALED_SUMS_REASON = "each block of columns has scales of its own"
+SCALED_SUMS_REASON = "each block of columns has its own scales"
 FP8 = torch.float8_e4m3fn
 # For each kind of operands, the options of `Latents.arguments`.
 KINDS: dict[str, dict[str, Any]] = {
@@ -53,8 +53,8 @@ DECODES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("4 tokens", 4, {}),
     ("pages, an engine's step", 4, {"page_size": 256, "ragged": True}),
 )
-# ptxas spills addresses of shared memory that are constant in loops, because it runs out of
-# registers.
+# The bytes of stack that a decode kernel may use. ptxas runs out of registers, and spills addresses
+# of shared memory that are constant in loops.
 DECODE_STACK = 64
 FEW_KEYS_REASON = (
     "32 keys are fewer than the M side of the newer tensor core instruction; only "
@@ -64,7 +64,7 @@ FEW_KEYS_REASON = (
 
 @dataclass(frozen=True)
 class Latents:
-    """The sizes of MLA in a published model, or in the share that one GPU has of its heads."""
+    """The sizes of MLA in a published model, or in one GPU's share of the model's heads."""
 
     name: str
     num_heads: int
@@ -141,8 +141,8 @@ DECODED = (
 
 @audited("mla")
 def mla_cases(target: Target) -> list[AuditCase]:
-    """Returns the kernels that the planner picks for each model, number of rows and kind of
-    operands."""
+    """Returns the cases of the kernels that the planner picks for each model, number of rows and
+    kind of operands."""
     cases = [
         case for model in MODELS for rows in ROW_COUNTS for case in _cases(model, rows, target)
     ]
@@ -150,7 +150,7 @@ def mla_cases(target: Target) -> list[AuditCase]:
 
 
 def _decode_cases(target: Target) -> Iterator[AuditCase]:
-    """Yields absorbed attention of each model in DECODED, with each step in DECODES."""
+    """Yields the cases of absorbed attention for each model in DECODED and each step in DECODES."""
     for model in DECODED:
         for name, tokens, options in DECODES:
             report = decode.OP.plan_for(_decode_call(model, tokens, **options), target.name)
@@ -225,7 +225,7 @@ def _cases(model: Latents, rows: int, target: Target) -> Iterator[AuditCase]:
                 yield AuditCase(f"{name} weight", spec, Expectations())
             if spec.kernel == "mla_up_projection":
                 yield up_case(f"{name} up", spec)
-    # For float weights the library computes the keys, unless their rows are limited. These cases
+    # For float weights a library computes the keys, unless the call limits the rows. These cases
     # audit the kernel with and without such a limit.
     buffers = Buffers(meta(rows, model.rank), meta(rows, model.rope))
     a = model.arguments(rows)

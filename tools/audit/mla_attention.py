@@ -1,7 +1,8 @@
-"""Audit cases of MLA's attention core, which is compiled with every supported release of Triton.
+"""Lists the audit cases of MLA's attention core, which is compiled with every supported release of
+Triton.
 
-They cover the sizes of published models, 16-bit and 8-bit floats, dense and ragged sequences, each
-mask, and the kernels before and after the core.
+The cases cover the sizes of published models, 16-bit and 8-bit floats, dense and ragged sequences,
+each mask, and the kernels before and after the core.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ CALLS: dict[str, AttentionCall] = {
 
 @audited("mla")
 def mla_attention_cases(target: Target) -> list[AuditCase]:
-    """Returns the core for each call in CALLS, and the kernels before and after it."""
+    """Returns the cases of the core for each call in CALLS, and of the kernels before and after the
+    core."""
     return [*_cores(target), *_others(target)]
 
 
@@ -134,7 +136,7 @@ def _core_claims(spec: KernelSpec) -> Expectations:
 
 
 def _others(target: Target) -> Iterator[AuditCase]:
-    """Yields the kernels before and after the core, in calls of other sizes."""
+    """Yields the cases of the kernels before and after the core, for calls of other sizes."""
     dense = CALLS["16 heads, dense"]
     keys = meta(*dense.k.shape[:-1], dense.nope + dense.rope)
     yield AuditCase("mla join", join_launch(dense, keys, target).spec, Expectations())

@@ -1,5 +1,5 @@
-"""Audit cases of the linears of dense layers with few tokens. They are compiled with every
-supported release of Triton."""
+"""Lists the audit cases of the linears of dense layers with few tokens. The kernels are compiled
+with every supported release of Triton."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ MODELS = {
 LAYER_NORMED = {"StarCoder2-7B": (4608, 18432), "Bloom-176B": (14336, 57344)}
 TOKEN_COUNTS = (1, 32, 64)
 CODED_COUNTS = (1, 64, 128)
-# The numbers of tokens of a product that decodes a weight. Some give tiles that programs share, and
-# some give whole tiles.
+# The numbers of tokens for the kernel that decodes a weight while it multiplies. In some of these
+# cases several programs compute one tile together. In the others, each program computes whole
+# tiles.
 DECODED_COUNTS = (256, 1024)
-# The stack bytes that group scales and zeros take on SM100, where K is contiguous in the rows of
-# the weight.
+# The bytes of stack that a kernel may use for the scales and zeros of groups. On SM100 it needs
+# them if K is contiguous in the rows of the weight.
 CODES_STACK = 16
-# The stack bytes of tiles of 128 tokens. These tiles are the fastest nevertheless.
+# The bytes of stack that a kernel with tiles of 128 tokens may use. These tiles are the fastest
+# although they spill.
 CODES_STACK_FOR_MOST = 40
 
 
@@ -61,7 +63,7 @@ def _plain_cases(target: Target) -> Iterator[AuditCase]:
     N-major weight, or with a norm before or after the linear."""
     half = LinearCase("", 1, 2048, 8192, dtype=torch.float16, activation="gelu_tanh")
     yield from _cases("not gated", linear_activation.OP, half, target, bias=meta(8192).float())
-    # The layer norm of a whole row. The longest row needs the most registers.
+    # Each kernel computes the layer norm of whole rows. The longest rows need the most registers.
     for name, (hidden, inner) in LAYER_NORMED.items():
         normed = LinearCase("", 1, hidden, inner, bias=True, activation="gelu_tanh", norm="layer")
         yield from _cases(f"{name} up", linear_activation.OP, normed, target)
@@ -136,7 +138,7 @@ def _cases(
 ) -> Iterator[AuditCase]:
     """Yields the kernels of one call: the product, and the kernel that finishes its result.
 
-    `changes` has arguments that replace the arguments of the case.
+    `changes` has arguments by name. They replace the sample arguments of the case.
     """
     a = replace(op.sample_inputs(case, "meta"), **changes)
     for number, spec in enumerate(op.plan_for(a, target.name).specs):
@@ -145,8 +147,8 @@ def _cases(
         grouped &= "SCALED" not in constants
         stack = CODES_STACK_FOR_MOST if constants.get("BLOCK_T") == 128 else CODES_STACK
         stack = stack if "PER" in constants else 0
-        # If there are many tokens, a library computes the products, or a kernel that decodes the
-        # weight does.
+        # For many tokens, the products are computed by a library, or by a kernel that decodes the
+        # weight.
         streamed, decodes = spec.kernel.startswith("streamed"), spec.kernel == MIXED.name
         claims = Expectations(
             mma=TRITON_TYPES[case.dtype] if streamed or decodes else None,

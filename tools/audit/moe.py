@@ -1,8 +1,8 @@
-"""Audit cases of mixture-of-experts kernels, which are compiled with every supported release of
-Triton.
+"""Lists the audit cases of mixture-of-experts kernels, which are compiled with every supported
+release of Triton.
 
-They cover the sizes of published models, each weight format, each regime of rows per expert, and
-the NVFP4 x NVFP4 grouped GEMM in both tile orders.
+The cases cover the sizes of published models, each weight format, each regime of rows per expert,
+and, in both tile orders, the grouped GEMM of two NVFP4 operands.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tilewright.tools.audit.cases import (
 # The numbers of tokens: one token, decode batches, a chunk of a prefill, and a whole prefill.
 TOKEN_COUNTS = (1, 64, 1024, 8192)
 ROWS_PER_GROUP = (1, 64, 1024)
-# Up to this many rows per expert, a call takes as long as reading the weights.
+# Up to this number of rows per expert, a call takes as long as reading the weights.
 MEMORY_BOUND_ROWS = 16
 # The number of columns that share an int4 scale.
 GROUP = 64
@@ -49,9 +49,9 @@ GROUP = 64
 
 @dataclass(frozen=True)
 class Mixture:
-    """The MoE layers of a published model, or the share that one GPU has of them.
+    """The MoE layers of a published model, or one GPU's share of them.
 
-    formats: the weight formats of its checkpoints.
+    formats: the weight formats of the model's checkpoints.
     gpt_oss: whether the layers are those of gpt-oss: the rows of gate and up alternate, the linears
         have biases, the activation is clamped, and dense weights are stored [E, K, N].
     """
@@ -106,8 +106,8 @@ MODELS = (
     Mixture("gpt-oss-20b", 2880, 2880, 32, 4, ("dense", "mxfp4"), gpt_oss=True),
     Mixture("deepseek-v2-lite", 2048, 1408, 64, 6, ("dense",)),
 )
-# The routers: (hidden size, experts, slots, other options). The weight of the last router is
-# float32.
+# For each router: (hidden size, experts, experts per token, other options). The weight of the last
+# router is float32.
 ROUTER_TOKENS = (1, 64, 1024)
 OF_TWO = {"num_groups": 8, "top_groups": 4, "group_top": 2, "norm_eps": 1e-20, "scaling": 2.5}
 ROUTERS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
@@ -117,8 +117,8 @@ ROUTERS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "gpt-oss-20b": (2880, 32, 4, {"scores": "softmax_of_chosen"}),
     "ernie-4.5-21b": (2560, 64, 6, {"normalise": True, "norm_min": 1e-12}),
 }
-# The rows (N) and columns (K) of the op's own benchmarks, and some sizes that are not multiples of
-# 128.
+# The rows (N) and columns (K) of weights: those of the benchmark of `nvfp4_grouped_matmul`, and
+# some sizes that are not multiples of 128.
 NVFP4_SHAPES = ((4096, 7168), (7168, 2048), (1536, 2048), (2880, 2880))
 NVFP4_EXPERTS = 32
 ROW_SCALES_REASON = "a tile with fewer than 128 rows is not a whole block of the scale layout"
@@ -156,8 +156,8 @@ def _fused_cases(
 def _grouped_cases(
     model: Mixture, target: Target, weight_format: str, dtype: torch.dtype
 ) -> Iterator[AuditCase]:
-    """Yields the second GEMM of a mixture as a call of `grouped_matmul`, which does not move
-    rows."""
+    """Yields the cases of the second GEMM of a mixture, as a call of `grouped_matmul`. That op does
+    not gather or scatter rows."""
     weight = model.weight(weight_format, model.hidden, model.inner, dtype)
     given = GroupedMatmulArguments.experts.arguments(weight)
     ends = meta(model.num_experts + 1, dtype=torch.int32)
@@ -203,7 +203,7 @@ def gemm_claims(spec: KernelSpec, memory_bound: bool) -> Expectations:
     small = specialised or constants.get("FORMAT", "dense") != "dense"
     return Expectations(
         mma=types["x_ptr"].removeprefix("*"),
-        tma_loads="PART_K" not in constants,  # codes are loaded in words, without TMA
+        tma_loads="PART_K" not in constants,  # a kernel for codes loads them in words, without TMA
         warp_specialized=specialised,
         stack_bytes=SPECIALISED_STACK_BYTES if small else 0,
         memory_bound=memory_bound,
@@ -211,8 +211,8 @@ def gemm_claims(spec: KernelSpec, memory_bound: bool) -> Expectations:
 
 
 def nvfp4_mma(target: Target) -> str:
-    """Returns the format in which a target must multiply NVFP4 x NVFP4. It is "nvfp4" if the
-    target's tensor cores support that format, otherwise "bf16"."""
+    """Returns the format in which a target must multiply two NVFP4 operands. The format is "nvfp4"
+    if the target's tensor cores support that format, otherwise "bf16"."""
     return "nvfp4" if target.has("block_scaled_mma") else "bf16"
 
 

@@ -1,9 +1,9 @@
-"""Audit cases of the attention ops, whose kernels are compiled with every supported release of
-Triton.
+"""Lists the audit cases of `fused_qkv_paged`, whose kernels are compiled with every supported
+release of Triton.
 
-They cover the sizes of published models and each lowering, with few tokens and many. They also
-cover each option of the op, and each weight format, by itself. Calls use meta tensors, and their
-steps are planned as the steps of a report are.
+The cases cover the sizes of published models and each lowering, with few tokens and with many. They
+also cover each option of the op, and each weight format, by itself. Calls use meta tensors, and
+their steps are planned in the same way as the steps of a report.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tilewright.tools.audit.cases import (
 # The numbers of tokens in a step: single-sequence decode, decode batches, and prefill.
 TOKEN_COUNTS = (1, 64, 512, 4096)
 QUANTIZED_COUNTS = (1, 64, 1024)
-# Up to this many tokens, a step takes as long as reading the weights.
+# Up to this number of tokens, a step takes as long as reading the weights.
 MEMORY_BOUND_TOKENS = 16
 
 _PLAIN = AttentionCase(
@@ -73,14 +73,15 @@ MODELS = (
 
 
 def _sequences(number: int) -> dict[str, Any]:
-    """Returns the options for a number of sequences. The first sequence has all the new tokens."""
+    """Returns the case options for a number of sequences. The first sequence has all the new
+    tokens."""
     rest = (0,) * (number - 1)
     return {"new_tokens": (_PLAIN.num_tokens, *rest), "cached_tokens": (0, *rest)}
 
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _RAGGED = {"slots": "ragged", "slot_dtype": torch.uint32}
-# For each name, the options that change the first model. Each is tried by itself.
+# Each name maps to options that change the first model. The audit tries each entry by itself.
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp8 cache": {"cache_dtype": _E4M3, "cache_scale": "head"},
     "fp8 cache, multiplied": {
@@ -114,7 +115,7 @@ _FP8 = {"weight_format": "fp8"}
 _GPTQ = {"weight_format": "int4_k", "transposed": True, "zeros": "packed"}
 _CODES = {**_FP8, "codes": True}
 _BYTES = {"words": torch.uint8}
-# For each name, the way in which checkpoints quantise a weight. 0 in scale_block stands for K.
+# Each name maps to a way in which checkpoints quantise a weight. A 0 in scale_block stands for K.
 FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"weight_format": "int4_k", "zero_point": 8, "scale_block": (1, 128)},
     "gptq": {**_GPTQ, "scale_block": (1, 128)},
@@ -132,7 +133,7 @@ FORMATS: dict[str, dict[str, Any]] = {
         **_BYTES,
         "weight_format": "nvfp4",
         "scale_block": (1, 16),
-        "scale_dtype": torch.float32,  # with factors by rows
+        "scale_dtype": torch.float32,  # with a scale for each row
     },
     "nf4": {
         **_BYTES,
@@ -159,7 +160,7 @@ def arguments(case: AttentionCase) -> FusedQkvArguments:
     if a.positions is not None:
         changed["positions"] = a.positions.long()
     if case.rotary_dim < case.head_dim and case.rope_style == "interleaved_to_half":
-        # The tables are slices of tables that cover whole heads.
+        # The cos and sin tables are slices of tables that cover whole heads.
         for name in ("cos", "sin"):
             wide = meta(a.x.shape[0], case.head_dim, dtype=case.table_dtype)
             changed[name] = wide[:, : case.rotary_dim]
@@ -247,7 +248,7 @@ def fused_claims(spec: KernelSpec, tokens: int) -> Expectations:
             mma=operand, tma_loads=True, warp_specialized=specialised, stack_bytes=stack
         )
     if "RUN" in constants:
-        return Expectations()  # it uses no tensor core, and words go straight to registers
+        return Expectations()  # without tensor cores, and with loads straight to registers
     if spec.kernel == "qkv_projection_swapped" and "q_scale_ptr" in constants:
         short = 2 * int(str(constants["BLOCK_P"])) < MMA_ROWS
         reason = SHORT_TILE_REASON if short else ""
@@ -263,8 +264,8 @@ def fused_claims(spec: KernelSpec, tokens: int) -> Expectations:
 
 
 def fresh_sums_reason(constants: Mapping[str, Constant]) -> str:
-    """Returns why a kernel with these constants reads its accumulator at every step. Returns "" if
-    it does not."""
+    """Returns the reason why a kernel with these constants reads its accumulator at every step.
+    Returns "" if the kernel does not."""
     widths = [constants.get(name) for name in ("SCALE_COLUMNS", "X_SCALE_BLOCK")]
     hidden = constants.get("HIDDEN")
     grouped = any(
@@ -281,6 +282,6 @@ def _epilogue(name: str, call: FusedCall, tokens: int, target: Target) -> AuditC
 
 
 def _apart(call: FusedCall) -> FusedCall:
-    """Returns the call with weights of q, k and v that are separate tensors."""
+    """Returns the call with q, k and v weights that are separate tensors."""
     weights = {name: getattr(call.a, name) for name in ("q_weight", "k_weight", "v_weight")}
     return prepare(replace(call.a, **{name: w.contiguous() for name, w in weights.items()}))

@@ -1,1 +1,1 @@
-"""The commands of `tilewright`. Each command has a file."""
+"""Contains the commands of `tilewright`. Each command has a file."""

@@ -55,7 +55,9 @@ def bench(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="With --trace: the chip on which it was recorded.", callback=target_name),
+        typer.Option(
+            help="With --trace: the chip on which the trace was recorded.", callback=target_name
+        ),
     ] = None,
     present: Annotated[
         int | None,

@@ -45,15 +45,15 @@ def cache(
         str | None,
         typer.Option(
             metavar="AGE",
-            help="With --prune: remove entries that were not used for "
-            "this time, such as 30d or 12h.",
+            help="With --prune: remove entries that were not used "
+            "within this time, such as 30d or 12h.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the kernel cache: its folder, its entries and its size. With --prune, make it smaller.
 
-    The exit code is 1 if the folder is not used. The output then has the reason.
+    The exit code is 1 if tilewright does not use the folder. The output then has the reason.
     """
     from tilewright.codegen.build.cache import cache_dir
     from tilewright.codegen.build.cache.folder import refusal

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: options, error messages, output.
+"""Contains what the commands share: options, error messages and output.
 
 Nothing here imports torch, so that `--help`, and the commands without a MODEL, start at once. Code
 that imports torch is in `models.py`, which a command imports when it is run.
@@ -45,8 +45,8 @@ DynamicOption = Annotated[
 
 
 def target_name(given: str | None) -> str | None:
-    """Returns the name of the target that a given name stands for, which may be the name of a
-    target or of a product. Returns any other name unchanged."""
+    """Returns the name of the target for which `given` stands. `given` may be the name of a target
+    or of a product. Returns any other name unchanged."""
     target = find_target(given)
     return given if target is None else target.name
 

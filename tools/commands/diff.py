@@ -45,7 +45,9 @@ def diff(
             console = make_console()
             for change in changes:
                 style = "red" if change.after < change.before else "green"
-                console.print(str(change), style=style, soft_wrap=True)  # keeps lines searchable
+                console.print(
+                    str(change), style=style, soft_wrap=True
+                )  # long lines stay searchable
             if not changes:
                 console.print(f"{a} and {b} hold the same sites")
     if changes:

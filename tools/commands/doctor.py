@@ -110,7 +110,8 @@ def _gpu() -> Finding:
 
 
 def _checked(what: str, check: Callable[[], str]) -> Finding:
-    """Returns the answer of a check, or the message of the error that it raised."""
+    """Returns a finding with the text that the check returned, or with the message of the error
+    that it raised."""
     try:
         return Finding(what, "ok", check())
     except Exception as error:

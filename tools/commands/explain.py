@@ -61,8 +61,8 @@ def explain(
 
 
 def _codes_of(source: str) -> Mapping[str, str]:
-    """Returns the codes that are registered once a user's file is imported. `source` is the file or
-    module, and may name a function in it."""
+    """Imports a user's file or module, and returns all codes that are then registered. `source`
+    names the file or module; it may also name a function in it, as a MODEL does."""
     from tilewright.patterns.language import CODES
 
     place = source.partition(":")[0]

@@ -77,8 +77,8 @@ def inspect(
         bool,
         typer.Option(
             "--census",
-            help="Count every product with a weight, softmax, cache write and top-k, and say for "
-            "each whether it is in a match, in a miss, of no interest, or unaccounted.",
+            help="Count every product with a weight, every softmax, cache write and top-k, and say "
+            "for each whether it is in a match, in a miss, of no interest, or unaccounted.",
         ),
     ] = False,
     batches: Annotated[
@@ -238,8 +238,8 @@ def _asked(model: str, lowered: Lowered, census: bool, module: Module | None) ->
 
 
 def _explain(console: Console, report: Group, codes: Sequence[str]) -> None:
-    """Prints the meanings of a report's short forms, and the places where its codes are
-    explained."""
+    """Prints the meanings of the short forms in a report, and the command that explains each of its
+    codes."""
     with console.capture() as captured:
         console.print(report)
     terms = list(explained(Text.from_ansi(captured.get()).plain))

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Term:
-    """A short form, as docs/command-line.md shows it.
+    """A short form and its meaning. docs/command-line.md shows the short form as `shown`.
 
     label: the labels of the lines that may contain the short form.
-    seen: a regular expression for it in such a line. If the expression covers all of `shown`, the
-        explanation shows the numbers of the report.
+    seen: a regular expression for the short form in such a line. If the expression covers all of
+        `shown`, the explanation shows the numbers of the report.
     """
 
     shown: str
@@ -47,8 +47,7 @@ TERMS = (
          "other kernels, they are tokens; `h` counts heads"),
     Term("/2", "reason", r"/\d+ w\d",
          "split-K: this many programs compute one output tile together, each a part of its sum "
-         "(in attention, each "
-         "reads a part of the keys)"),
+         "(in attention, each reads a part of the keys)"),
     Term("w4 s4", "reason", r"\bw\d+\b",
          "`w4`: a program has 4 warps; `s4`: 4 stages, which is the number of loads in flight"),
     Term("p256 early", "reason", r"\bp\d+\b| early\b",

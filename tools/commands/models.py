@@ -1,4 +1,5 @@
-"""The parts that commands with a MODEL share: they load it, lower it, and audit its kernels."""
+"""Contains functions for the commands that take a MODEL: they load the MODEL, lower it, and audit
+its kernels."""
 
 from __future__ import annotations
 
@@ -168,7 +169,7 @@ def pattern_names(listed: str | None) -> list[str] | None:
 def traced(name: str, debug: bool) -> Iterator[None]:
     """Turns any error in the block into a CommandError. The block traces the model."""
     with contextlib.ExitStack() as stack:
-        if not debug:  # the line below reports the error; torch would log its whole trace
+        if not debug:  # the CommandError below is enough; torch would log a whole traceback
             logging.disable(logging.ERROR)
             stack.callback(logging.disable, logging.NOTSET)
         stack.enter_context(waiting(f"tracing {name}"))
@@ -190,8 +191,7 @@ def audited(kernels: Sequence[Kernel], target: str, **options: Any) -> list[Kern
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows a description of the block and its elapsed time on stderr while it runs, on terminals
-    only."""
+    """Shows `what` and the elapsed time on stderr while the block runs, on terminals only."""
     console = make_console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(

@@ -1,5 +1,5 @@
-"""The command `tilewright bench --profile MODEL`, which shows a step, recorded here or elsewhere,
-next to its floor."""
+"""The command `tilewright bench --profile MODEL`, which compares the measured time of a step with
+the step's floor. The step is recorded on this machine or on another one."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ from tilewright.tools.zoo import PREFILL, is_zoo_name
 if TYPE_CHECKING:
     from tilewright.compiler.verify.sites import SiteError
 
-#: The sizes with which a zoo model is built to run here. Its other sizes stay as published.
+#: The number of tokens, and the length of the cache, with which a zoo model is built and run. The
+#: sizes of its layers stay as published.
 TOKENS, CACHE_LENGTH = 16, 64
 
 

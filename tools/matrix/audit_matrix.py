@@ -1,4 +1,5 @@
-"""`make audit`: compiles the emitted SM100 kernels with several Triton releases and audits them.
+"""Implements `make audit`, which compiles the emitted SM100 kernels with several Triton releases
+and audits them.
 
 Each release is installed without torch in a separate environment under `.audit/`. A kernel is
 compiled there by codegen/build/worker.py, and its machine code is audited. The exit status is 1 if
@@ -33,7 +34,7 @@ ENVIRONMENTS = Path(".audit")
 
 @dataclass(frozen=True)
 class Outcome(Audited):
-    """The outcome of one kernel with one Triton release."""
+    """The outcome of compiling one kernel with one Triton release and auditing it."""
 
     case: AuditCase = field(kw_only=True)
     release: str = field(kw_only=True)

@@ -1,5 +1,5 @@
-"""The releases with which tilewright is tested. `make matrix` tests them, and `doctor` names
-them."""
+"""Lists the releases with which tilewright is tested. `make matrix` tests them, and `tilewright
+doctor` names them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One environment. Versions are versions on PyPI. An empty version stands for the newest one
-    today.
+    """One environment. Each version is a version on PyPI. An empty version stands for the newest
+    release.
 
     differs: how this environment differs from the others, and why. docs/support.md shows it.
     besides: further packages with their versions.
@@ -64,7 +64,8 @@ ROWS = (
         besides=QUANTISERS, runs=("quantised",)),
 )  # fmt: skip
 
-#: The newest releases today, which no table lists: `make matrix ROWS=released`.
+#: The newest releases on the day of the run. Only `make matrix ROWS=released` tests this row, and
+#: no table lists it.
 RELEASED = Row("released", "3.11", "", "", "")
 
 

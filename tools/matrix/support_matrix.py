@@ -1,4 +1,5 @@
-"""`make matrix`: tests tilewright with other releases of torch, Triton and transformers.
+"""Implements `make matrix`, which tests tilewright with other releases of torch, Triton and
+transformers.
 
 Each row of `releases` is a virtual environment under `.matrix/`, in which the checkout is
 installed. The demo and the tests that depend most on a release run there. Their outcome is a line
@@ -137,7 +138,8 @@ def environment(row: Row, root: Path = ENVIRONMENTS) -> Path:
     """Returns the Python of the environment of a row. The environment is made again if its
     description has changed.
 
-    Raises RuntimeError if this machine has no such Python, or, with pip's message, if pip fails.
+    Raises RuntimeError if this machine has no such Python. Also raises RuntimeError, with pip's
+    message, if pip fails.
     """
     folder, checkout = root / row.name, Path.cwd()
     python, stamp = folder / "bin" / "python", folder / ".installed"
@@ -214,8 +216,8 @@ def line(outcome: Outcome, day: str) -> str:
 
 
 def with_lines(text: str, lines: Sequence[str]) -> str:
-    """Replaces or adds the rows of the table that `lines` holds, and returns the document. The rows
-    are in the order of ROWS."""
+    """Returns the document `text` with new table rows. Each line of `lines` replaces the row of the
+    same name, or is added. The rows are in the order of ROWS."""
     before, _, rest = text.partition(HEADER)
     rule, *body = rest.strip("\n").splitlines()
     table = list(takewhile(lambda row: row.startswith("| "), body))

@@ -1,1 +1,2 @@
-"""Models for commands: loaded from a user's function or a checkpoint, or sharded over ranks."""
+"""Loads the models of commands from a user's function or a checkpoint, and shards zoo models over
+ranks."""

@@ -52,8 +52,8 @@ def dense_model(folder: Path) -> tuple[Any, dict[str, Any] | None]:
 
 
 def model_of(folder: Path) -> Any:
-    """Returns the model of a folder's config.json on the meta device. Its weights are quantised
-    where the weights of the checkpoint are. Raises ModelError."""
+    """Returns the model of a folder's config.json on the meta device. The same weights are
+    quantised as in the checkpoint. Raises ModelError."""
     from tilewright.compiler.quantised.unloaded import put_codes
 
     model, stated = dense_model(folder)

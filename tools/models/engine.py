@@ -10,10 +10,11 @@ from typing import Any
 from tilewright.codegen.libraries import imported
 from tilewright.tools.models.loading import ModelError
 
-#: The sizes of the steps: the number of sequences, the tokens of a varlen step, and the keys that
-#: precede these tokens.
+#: SEQUENCES is the number of sequences of a step. TOKENS is the number of tokens of a varlen step,
+#: and KEYS is the number of cached keys that precede these tokens.
 SEQUENCES, TOKENS, KEYS = 8, 512, 2048
-#: The engine's own sizes: the tokens of a page, and the pages of a sequence in a block table.
+#: The sizes that the engine uses by default. PAGE_SIZE is the number of tokens of a page, and
+#: COLUMNS the number of pages of a sequence in the block table.
 PAGE_SIZE, COLUMNS = 256, 32
 
 

@@ -1,6 +1,6 @@
 """Loads the model of a command from a user's function.
 
-Nothing here imports torch, so that an error in a name is reported at once.
+This module does not import torch, so that a wrong name is reported at once.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _import_file(place: str) -> ModuleType:
     path = Path(place).resolve()
     if not path.is_file():
         raise ModelError(f"{place}: no such file (from {Path.cwd()})")
-    # The module gets a name of its own, so that a user's torch.py or llama.py does not hide another
-    # module.
+    # The imported module gets a unique name, so that a user's torch.py or llama.py does not hide
+    # another module.
     spec = importlib.util.spec_from_file_location(f"tilewright_model_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ModelError(f"{place}: not a Python file")

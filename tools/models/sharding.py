@@ -35,7 +35,8 @@ from tilewright.tools.zoo import (
     is_zoo_name,
 )
 
-# Layers alternate between at most two kinds, after some leading layers without experts.
+# After the leading layers without experts, the layers of a zoo model are of at most this number of
+# kinds, which alternate.
 _KINDS = 2
 _PLACED_ANEW = ("redistribute", "full_tensor")
 
@@ -68,10 +69,12 @@ class Collective:
 class Rank:
     """The work of one rank in a step.
 
-    layers: for each layer that is built, the number of the model's layers for which it stands.
+    layers: a dictionary from each layer that is built to the number of the model's layers for
+        which it stands.
     fused: for each pattern, the number of its sites in the whole model.
-    weight_bytes, cache_bytes: the bytes of each that a step reads. They count only the experts that
-        the tokens can reach.
+    weight_bytes: the bytes of weights that a step reads. Only the experts that the tokens can reach
+        are counted.
+    cache_bytes: the bytes of caches that a step reads.
     flops: the FLOPs of the products with weights.
     """
 

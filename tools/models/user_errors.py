@@ -19,8 +19,8 @@ def one_line(error: Exception) -> str:
 
 
 def _detail(message: str) -> str:
-    """Returns Dynamo's explanation, which is the error that Dynamo met. Without one, returns the
-    first line."""
+    """Returns the part of Dynamo's message that explains the error that Dynamo met. Returns the
+    first line of a message that has no such part."""
     explained = re.search(r"^\s*Explanation: (.*)$", message, re.MULTILINE)
     if explained is None:
         return ""
@@ -39,7 +39,8 @@ def _place(error: Exception) -> str:
 
 
 def _frames_below_ours(error: Exception) -> list[tuple[str, int]]:
-    """Returns (file, line) of the frames that this package called, directly or through torch."""
+    """Returns (file, line) of each frame of the traceback that this package called, directly or
+    through torch."""
     frames: list[tuple[str, int]] = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         package = frame.f_globals.get("__name__", "").partition(".")[0]

@@ -1,1 +1,1 @@
-"""Reports for people: as text for a terminal, and as a page with drawings."""
+"""Renders reports for people: as text for a terminal, and as a page with drawings."""

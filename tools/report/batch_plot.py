@@ -11,12 +11,14 @@ from tilewright.tools.report.roofline import Axis, spread
 from tilewright.tools.report.templates import template
 from tilewright.tools.step.batches import BatchRow
 
-#: The edges of the plot, and the size of the whole image, in pixels.
+#: LEFT, TOP, RIGHT and BOTTOM are the edges of the plot. WIDTH and HEIGHT are the size of the whole
+#: image. All of them are in pixels.
 LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT = 62, 34, 620, 340, 720, 390
-#: The smallest distance between two labels, and between two ticks, in pixels.
+#: LABEL_SPACE is the smallest distance between two labels, in pixels. TICK_SPACE is the smallest
+#: distance between two ticks.
 LABEL_SPACE, TICK_SPACE = 17, 30
-#: The largest distance between the points of two chips at one batch, in pixels. They stand side by
-#: side, so that their bars do not cover each other.
+#: The largest distance between the points of two chips at one batch size, in pixels. The points are
+#: drawn side by side, so that their error bars do not cover each other.
 ASIDE = 10
 #: The number of line styles in `report.css`.
 LOOKS = 4
@@ -27,7 +29,8 @@ class Line:
     """The steps of one chip, sorted by batch size.
 
     look: the number that selects the style of the line.
-    aside: the distance, in pixels, by which the points lie to the right of the tick of their batch.
+    aside: the distance, in pixels, by which the points lie to the right of the tick of their batch
+        size.
     """
 
     target: str
@@ -65,7 +68,7 @@ def batch_plot(rows: Sequence[BatchRow]) -> str:
 
 def _lines(rows: Sequence[BatchRow], ticks: Sequence[float]) -> list[Line]:
     names = list(dict.fromkeys(row.target for row in rows))
-    # The points of a batch stand nearer to its own tick than to the next tick.
+    # The points of a batch size stand nearer to the tick of that size than to any other tick.
     nearest = min((b - a for a, b in pairwise(ticks)), default=math.inf)
     aside = min(ASIDE, 0.6 * nearest / len(names))
     return [

@@ -18,7 +18,8 @@ _STYLES = {"match": "green", "miss": "yellow", "no interest": "dim", "unaccounte
 
 
 def render_census(name: str, census: Census) -> Group:
-    """Renders the points by kind and account, followed by the places of the unaccounted points."""
+    """Renders the number of points for each kind and account, followed by the places of the
+    unaccounted points."""
     count = len(census.points)
     title = Text(f"{name}: {count} points", style="bold")
     parts: list[RenderableType] = [title, _table(census.points)]

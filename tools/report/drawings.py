@@ -1,4 +1,5 @@
-"""The drawings of a page. Each distinct layer is drawn as captured and as rewritten."""
+"""Draws the layers of a report for its page. Each distinct layer is drawn as captured and as
+rewritten."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def numbers_of(graph: GraphReport, numbers: Mapping[str, int]) -> dict[str, int]
             found |= dict.fromkeys(replaced(op), numbers.get(op.name, 0))
     kept = {node.name for node in graph.after.graph.nodes}
     gone = [n for n in graph.before.graph.nodes if n.name not in kept and n.name not in found]
-    for node in (*reversed(gone), *gone):  # first the inputs of a site, then its outputs
+    for node in (*reversed(gone), *gone):  # views and copies before a site, then those after a site
         near = (found[n.name] for n in (*node.users, *node.all_input_nodes) if n.name in found)
         if node.name not in found and (number := next(near, 0)):
             found[node.name] = number

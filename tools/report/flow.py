@@ -25,11 +25,11 @@ MAX_LETTERS = 38
 class Row:
     """A row of a drawing.
 
-    lane: the lane of its dot.
-    into: the lanes of the values that it reads.
-    passing: the lanes that pass the row from top to bottom.
-    goes_on: whether its own lane continues below.
-    outside: whether its node is outside the part that is drawn.
+    lane: the lane of the row's dot.
+    into: the lanes of the values that the row reads.
+    passing: the lanes of values that the row does not read, which pass from top to bottom.
+    goes_on: whether the row's own lane continues below the row.
+    outside: whether the row's node is outside the part that is drawn.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -76,8 +76,8 @@ def rows(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], object]) -> list[Ro
 def _runs(
     drawn: Sequence[fx.Node], kind: Callable[[fx.Node], object]
 ) -> Iterator[tuple[fx.Node, ...]]:
-    """Yields chains of nodes: each node reads the value of the node before it, which has no other
-    reader."""
+    """Yields chains of nodes. In a chain, each node reads the value of the node before it, and that
+    value has no other reader."""
     run: list[fx.Node] = []
     letters = 0
     for node in drawn:
@@ -103,15 +103,15 @@ def _in_lanes(
     def last_reader(i: int) -> int:
         """Returns the last row that reads row i.
 
-        If a node outside also reads a value of row i, the lane continues below all rows. For rows
-        outside the part, other readers are ignored.
+        If a node outside the part that is drawn also reads row i, the lane continues below all
+        rows. If row i is itself outside the part, only readers inside the part count.
         """
         elsewhere = i if i < len(outside) else len(groups)
         readers = (place.get(user, elsewhere) for node in groups[i] for user in node.users)
         return max(readers, default=i)
 
     last = [last_reader(i) for i in range(len(groups))]
-    open_lanes: list[int | None] = []  # the row whose value is in each lane
+    open_lanes: list[int | None] = []  # for each lane, the row whose value it holds
     for i, group in enumerate(groups):
         read = {place[used] for n in group for used in n.all_input_nodes if used in place}
         held = [(lane, row) for lane, row in enumerate(open_lanes) if row is not None]
@@ -138,7 +138,7 @@ def side_by_side(
     at = {node.name: i for i, row in enumerate(before) for node in row.nodes}
     pairs: list[tuple[Row | None, Row | None]] = []
     waiting: list[Row] = []
-    upper = 0  # the next row of `before`
+    upper = 0  # the index of the next row of `before`
 
     def place(rows: Sequence[Row]) -> None:
         nonlocal upper

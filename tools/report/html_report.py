@@ -1,5 +1,5 @@
 """Renders a report as one self-contained HTML page. The page can be used with the keyboard alone,
-has a light and a dark mode, and can be printed."""
+has a light mode and a dark mode, and can be printed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LIGHT, DARK = "xcode", "lightbulb"
 
 @dataclass(frozen=True)
 class SiteEntry:
-    """Equal fused sites as the page shows them.
+    """A group of equal fused sites, as the page shows it.
 
     number: the number of this group of sites on the page.
     source: the line in the model's own code, followed by the line in the library that it calls.
@@ -75,10 +75,10 @@ def write_html(
 ) -> None:
     """Writes the page of a report. Raises OSError.
 
-    audits: the audits of its kernels, which may be empty.
+    audits: the audits of the report's kernels; empty if the kernels were not audited.
     present: the number of tokens in the caches of each sequence; None for full caches.
-    batches: steps of the model at other batch sizes and on other chips, which get a section of
-        their own.
+    batches: steps of the model at other batch sizes and on other chips. The page shows them in a
+        section.
     """
     write_whole(path, render_html(model, lowered, audits, present, batches))
 

@@ -1,6 +1,6 @@
-"""Text about patterns without a match. `inspect` says what each pattern looks for, and which
-operations of the graph come nearest to it. With `--at`, it gives the answer of each pattern about
-one module."""
+"""Describes what patterns without a match look for. `inspect` says what each pattern looks for, and
+which operations of the graph come nearest to it. With `--at`, `inspect` gives the answer of each
+pattern about one module."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class NoSuchModuleError(ValueError):
 
 @dataclass(frozen=True)
 class Said:
-    """The answer of one pattern about a module: its matches and misses there. If it has neither,
-    `nearest` holds the values that come nearest to its anchor."""
+    """The answer of one pattern about a module: its matches and misses there. If the pattern has
+    neither, `nearest` holds the values that come nearest to its anchor."""
 
     pattern: str
     sought: Sought
@@ -116,8 +116,8 @@ class Module:
 
     @cached_property
     def said(self) -> tuple[Said, ...]:
-        """Returns the answer of each registered pattern, in the order in which patterns are
-        tried."""
+        """Returns the answer of each registered pattern, in the order in which the compiler tries
+        the patterns."""
         values = [v for graph in self.lowered.graphs for v in _values(graph) if self.holds(v.scope)]
         found = []
         for pattern in registered():

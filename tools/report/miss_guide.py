@@ -1,5 +1,5 @@
-"""Reads the guide to miss codes by code. The guide is docs/miss-codes.md, which is installed with
-the package."""
+"""Reads the text about each code from the guide to miss codes. The guide is docs/miss-codes.md,
+which is installed with the package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-# A code, its meaning, and the text after its hint. `patterns/codes.py` reads the other parts.
+# An entry of the guide: a code, its meaning, and the text after its hint. `patterns/codes.py` reads
+# the other parts of an entry.
 _ENTRY = re.compile(
     r"^### ([A-Z0-9_]+)\n\*([^\n]+)\*[^\n]*\n\n> [^\n]+\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL
 )
@@ -18,8 +19,8 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True)
 class CodeGuide:
-    """A miss code. It has its meaning in a line, and the guide's text on what to do about it, as
-    Markdown."""
+    """A miss code, with its meaning in one line, and with the guide's text on what to do about it,
+    as Markdown."""
 
     code: str
     meaning: str
@@ -30,7 +31,8 @@ def miss_guide(registered: Mapping[str, str]) -> Mapping[str, CodeGuide]:
     """Returns the codes of the guide and the registered codes, sorted.
 
     `registered` maps codes to their meanings, as `CODES` of `patterns.language` does. Codes of a
-    user's own patterns have no text in the guide. Without `registered`, torch is not needed.
+    user's own patterns have no text in the guide. Without `registered`, the function does not need
+    torch.
     """
     known = {code: CodeGuide(code, meaning, "") for code, meaning in registered.items()} | _own()
     return {code: known[code] for code in sorted(known)}

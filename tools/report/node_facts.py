@@ -1,4 +1,4 @@
-"""The texts of a page about a node: its label, its facts, and the source lines from which it
+"""Describes a node for a page: the node's label, its facts, and the source lines from which it
 comes."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ INPUTS = ("placeholder", "get_attr")
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of source: the name of its file, its number, and its text, which is empty if it is not
-    known."""
+    """A line of source: the name of its file, its number, and its text. The text is empty if it is
+    not known."""
 
     file: str
     number: int
@@ -34,7 +34,7 @@ class SourceLine:
 
 
 def label(node: fx.Node) -> str:
-    """The operator's name, without its namespace."""
+    """Returns the name of the node's operator, without its namespace."""
     target = node.target if isinstance(node.target, str) else _name(node.target)
     return target.rpartition("::")[2].removesuffix(".default") or node.op
 
@@ -46,8 +46,8 @@ def _name(target: Any) -> str:
 
 
 def shape(node: fx.Node) -> str:
-    """Returns the dtype and shape of the first result, such as `bf16[1,4096]`. Returns "" if it is
-    not a tensor."""
+    """Returns the dtype and shape of the first result, such as `bf16[1,4096]`. Returns "" if the
+    result is not a tensor."""
     whole = next(_shapes(node.meta.get("example_value")), "")
     return re.sub(r"^(b?)(float|int|u)\w*?(\d+)", _short, whole)
 
@@ -110,8 +110,8 @@ def _shapes(value: Any) -> Iterator[str]:
 
 
 def source_lines(node: fx.Node) -> tuple[SourceLine, ...]:
-    """Returns the innermost line in the model's own code, followed by the library line that it
-    calls, if there is one.
+    """Returns the innermost line in the model's own code. If that line calls a library, the
+    library's line follows.
 
     The model's own code is in the files that define the modules around the node.
     """
@@ -132,6 +132,6 @@ def _files_of_modules(node: fx.Node) -> set[str]:
         if isinstance(kind, type) and not kind.__module__.startswith("torch."):
             try:
                 found.add(inspect.getsourcefile(kind) or "")
-            except (OSError, TypeError):  # a class defined interactively, or built in
+            except (OSError, TypeError):  # a class without a source file
                 continue
     return found

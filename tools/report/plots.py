@@ -1,5 +1,5 @@
-"""Plots stored benchmark results as SVG. Each benchmark has a file, and each model and layout a
-panel.
+"""Plots stored benchmark results as SVG. Each benchmark has an SVG file, and each model and layout
+has a panel in the file.
 
 Needs matplotlib (the extra `report`).
 """
@@ -23,7 +23,7 @@ from tilewright.tools.files import write_whole
 AXES = {"tokens": "tokens", "batch": "batch", "cache_mib": "cache, MiB", "layers": "layers"}
 #: The columns with the times of variants, in the order of the legend.
 TIMES = ("tilewright", "eager", "stock", "max_autotune", "grouped_mm", "gemm", "read", "bf16")
-#: Text columns for whose values there are no separate panels.
+#: Text columns that do not divide the rows into panels.
 WORDS = frozenset({"lowering", "reason"})
 PANEL_WIDTH, PANEL_HEIGHT, COLUMNS = 4.4, 3.0, 3
 
@@ -59,7 +59,8 @@ def figure_of(data: Mapping[str, Any]) -> Figure | None:
 
 
 def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Groups rows by their text columns: model, layout, format."""
+    """Groups rows by the values of their text columns, such as model, layout and format. Each group
+    is a panel."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         words = [v for k, v in row.items() if isinstance(v, str) and k not in WORDS]

@@ -53,8 +53,8 @@ class Point:
     label: the name of the site.
     link: the target of its hyperlink.
     launches: the number of its kernels.
-    apart_bytes: the bytes that its parts would move in addition if each part were computed by
-        itself.
+    apart_bytes: the additional bytes that the operations of the site would move if each operation
+        were computed by itself.
     """
 
     label: str
@@ -64,15 +64,15 @@ class Point:
     apart_bytes: int
 
     def at(self, target: Target, more_bytes: int = 0) -> tuple[float, float]:
-        """Returns (FLOP per byte, FLOP/s) of the site in its shortest time plus the time to launch
-        its kernels."""
+        """Returns (FLOP per byte, FLOP/s) of the site. The rate is for the shortest time of the
+        site plus the time to launch its kernels. `more_bytes` is added to the bytes of the site."""
         work = replace(self.work, bytes=self.work.bytes + more_bytes)
         seconds = 1e-6 * work.bound_us(target) + self.launches * target.launch_s
         return work.intensity, work.flops / seconds
 
 
-#: The edges of the plot, the size of the whole image, and the smallest distance of two labels, all
-#: in pixels.
+#: LEFT, TOP, RIGHT and BOTTOM are the edges of the plot. WIDTH and HEIGHT are the size of the whole
+#: image. LABEL_SPACE is the smallest distance between two labels. All of them are in pixels.
 LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT, LABEL_SPACE = 62, 24, 640, 480, 960, 530, 19
 
 
@@ -104,7 +104,8 @@ def chart(points: Sequence[Point], target: Target) -> str:
     )
 
 
-#: The leading digits of ticks, from the fewest ticks to the most.
+#: The choices of the leading digits of ticks. The first choice gives the fewest ticks, the last
+#: choice the most.
 ROUND = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8), tuple(n / 10 for n in range(10, 100, 2)))
 
 
@@ -139,7 +140,8 @@ class Axis:
         return [self.low * 10.0**i for i in range(count + 1)]
 
     def ticks(self) -> list[float]:
-        """Returns round numbers on the axis: at least three, where `ROUND` has enough."""
+        """Returns round numbers on the axis. There are at least three, unless no choice in `ROUND`
+        gives so many."""
         exponents = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)))
         found: list[float] = []
         for digits in ROUND:
@@ -156,7 +158,7 @@ def spread(wanted: Sequence[float], space: float, low: float, high: float) -> li
     placed: list[float] = []
     for value in wanted:
         placed.append(max(value, placed[-1] + space if placed else low))
-    for i in reversed(range(len(placed))):  # push back from the end
+    for i in reversed(range(len(placed))):  # pushes positions back, from the last to the first
         limit = placed[i + 1] - space if i + 1 < len(placed) else high
         placed[i] = max(min(placed[i], limit), low + i * space)
     return placed

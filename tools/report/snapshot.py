@@ -1,8 +1,8 @@
-"""Writes the matches and misses of a model as a few lines that can be reviewed, and compares two
-such lists.
+"""Writes the matches and misses of a model as a few lines that a person can review, and compares
+two such lists of lines.
 
-Each kind of site has one line. Equal layers are collapsed with a count, and the lines have no names
-of nodes:
+Each kind of site has one line. Equal layers share a line, which has their count. The lines have no
+names of nodes:
 
     model.layers.*.self_attn x32  qkv_cache -> fused_qkv_paged  gqa=4 heads=32/8x128 rope=half
     model.layers.* x2  missed qkv_cache  k path, K_PATH (cache_utils.py:486)
@@ -60,8 +60,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Change:
-    """A line that differs. `before` and `after` are the numbers of sites that it stands for; 0
-    means that the line is absent."""
+    """A line that differs between two lists. `before` and `after` are the numbers of sites for
+    which the line stands in each list; 0 means that the line is absent."""
 
     scope: str
     what: str
@@ -130,9 +130,9 @@ def parse_snapshot(text: str) -> tuple[Line, ...]:
 
 
 def read_lines(path: Path) -> tuple[Line, ...]:
-    """Reads a file, which is a snapshot, a report written by `--json`, or a file of the option
-    `report`. Such a file has one report per line, and their sites are added up. Raises
-    SnapshotError."""
+    """Returns the lines of a file. The file is a snapshot, a report written by `--json`, or a file
+    that the option `report` wrote. A file of the option `report` has one report per line; the sites
+    of its reports are added up. Raises SnapshotError."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -166,7 +166,7 @@ def _added(reports: Iterable[tuple[Line, ...]]) -> tuple[Line, ...]:
 
 
 def compare(before: Sequence[Line], after: Sequence[Line]) -> tuple[Change, ...]:
-    """Returns the lines that differ. Lost sites come first."""
+    """Returns the lines that differ between the two lists. Lost sites come first."""
     old, new = _counted(before), _counted(after)
     changes = [
         Change(scope, what, old[scope, what], new[scope, what])

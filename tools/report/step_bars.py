@@ -1,4 +1,4 @@
-"""Data for the bars of a page: the cost and the savings of each site, and the cost of a whole step.
+"""Computes the bars of a page: the cost and the savings of each site, and the cost of a whole step.
 
 The cost model predicts what a site costs with plain Inductor, and what it costs as a fused op. The
 site saves the difference.
@@ -32,7 +32,7 @@ from tilewright.compiler.report.traffic import Unit, units_of
 from tilewright.tools.report.layers import title_of
 from tilewright.tools.report.node_facts import writes_in_place
 
-#: Names of the kinds of parts, as a page shows them.
+#: For each kind of part of a step, the name that a page shows.
 KIND_NAMES: dict[Kind, str] = {
     FUSED: "fused",
     LIBRARY: "library products",
@@ -42,21 +42,22 @@ KIND_NAMES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Taken(Summed):
-    """The bytes and predicted microseconds of sites, or the bytes and microseconds that they
+    """The bytes and predicted microseconds of sites, or the bytes and microseconds that sites
     save."""
 
     bytes: float = 0.0
     us: float = 0.0
 
     def less(self, other: Taken) -> Taken:
-        """Returns how much larger this amount is than the other. Returns 0 where it is smaller."""
+        """Returns how much larger each of the two amounts is than that of `other`, or 0 for an
+        amount that is smaller."""
         return Taken(max(self.bytes - other.bytes, 0.0), max(self.us - other.us, 0.0))
 
 
 @dataclass(frozen=True)
 class SiteBars:
-    """The total cost of equal sites, and their savings. `known` is False if a size is a symbol,
-    because both totals then leave out what depends on that size."""
+    """The total cost of equal sites, and their savings. `known` is False if a size is a symbol:
+    both totals then leave out the bytes and times that depend on that size."""
 
     taken: Taken
     spared: Taken
@@ -70,7 +71,7 @@ class SiteBars:
 
 @dataclass(frozen=True)
 class StepRow:
-    """The total of a step, or the sum of equal layers.
+    """The times of a whole step, or the summed times of equal layers.
 
     by_kind: the modelled time of each kind of part, in microseconds.
     most: the longest bar among the rows that are drawn at the same scale.
@@ -88,7 +89,7 @@ class StepView:
 
     alone: the step of the captured graph, compiled by Inductor alone.
     present: the number of tokens in the caches, as in `Step`; None for full caches.
-    bar: the error bar of the total's modelled time.
+    bar: the error bar of the modelled time of the whole step.
     """
 
     total: StepRow
@@ -126,8 +127,8 @@ def site_bars(
         for number, taken in _taken_apart(graph, own, target, present):
             apart[number] += taken
     sites = {number for own in numbers for number in own.values() if number}
-    # With symbolic sizes, the two sides leave out different amounts, so their difference means
-    # nothing.
+    # With symbolic sizes, the amounts before and after fusion leave out different parts, so their
+    # difference means nothing.
     spared = {n: Taken() if n in unknown else apart[n].less(now[n]) for n in sites}
     return {n: SiteBars(now[n], spared[n], n not in unknown) for n in sites}
 
@@ -155,7 +156,7 @@ def _taken_apart(
 
 
 def as_captured(graph: GraphReport) -> GraphReport:
-    """Returns the report of the graph without any fusion."""
+    """Returns the report that the graph would have if nothing were fused."""
     return replace(graph, modules=(graph.before, graph.before), matches=())
 
 
@@ -170,8 +171,8 @@ def _made(node: fx.Node) -> float:
 
 
 def step_view(lowered: Lowered, present: int | None) -> StepView:
-    """Returns the bars of a step and of its layers. The bars of the layers have a scale of their
-    own."""
+    """Returns the bars of a step and of its layers. The bars of the layers share a scale, which
+    differs from that of the whole step."""
     step = step_of(lowered, tokens_present(present))
     alone = step_of(
         replace(lowered, graphs=tuple(map(as_captured, lowered.graphs))), tokens_present(present)

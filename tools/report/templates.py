@@ -1,4 +1,4 @@
-"""Loads the templates of a page from `assets/`, and formats their numbers."""
+"""Loads the templates of a page from `assets/`, and formats the numbers that the templates show."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ def _head(name: str, lowered: Lowered) -> Text:
     count = _count(len(lowered.graphs), "graph")
     text = Text(name, style="bold")
     size = f"{before} nodes, {after} after fusion ({seconds:.2f} s)"
-    # If nothing was measured on the chip, times and choices come from the cost model alone.
+    # If the cost model was not fitted to measurements on the chip, times and choices are only
+    # modelled.
     chip = lowered.target + ("" if get_target(lowered.target).measured else " (modelled)")
     return text.append(f"\ntarget {chip}, {count}, {size}", style="not bold")
 
@@ -115,7 +116,7 @@ def _fields(values: dict[str, str], width: int) -> Text:
     """Renders labelled values below a site. They are wrapped with a hanging indent."""
     text = Text()
     indent = " " * (4 + _LABEL_WIDTH)
-    # On a terminal that is narrower than this, lines fold in any case.
+    # On a very narrow terminal, values still get 20 columns, and lines then fold at the edge.
     room = max(width - len(indent), 20)
     for label, value in values.items():
         lines = [line for part in value.splitlines() for line in textwrap.wrap(part, room)]

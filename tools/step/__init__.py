@@ -1,1 +1,2 @@
-"""Shows the time of a step of a model, as modelled and as a profile measures it."""
+"""Shows the time of a step of a model, both the modelled time and the time that a profile
+measures."""

@@ -1,4 +1,4 @@
-"""The modelled steps of a model at several batch sizes and on several chips, as a table for a
+"""Lists the modelled steps of a model at several batch sizes and on several chips, as a table for a
 terminal, and as data."""
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tilewright.tools.step.tables import step_table, with_bar
 class BatchRow:
     """A step of `batch` sequences on a chip.
 
-    modelled_us, floor_us: the times, as in `Amounts`.
-    bar_percent, bar_why: the size of its error bar, and the reason for that size.
+    modelled_us, floor_us: the modelled time and the floor of the step, as in `Amounts`.
+    bar_percent, bar_why: the size of the modelled time's error bar, and the reason for that size.
     kind: the kind of step.
-    bound: the part that takes most of its time.
+    bound: the kind of work that takes most of the modelled time.
     memory: the bytes of the weights and of full caches.
-    hides_caches: whether no time includes the caches, because the number of tokens in them is not
-        known.
+    hides_caches: whether both times leave out reading the caches, because the number of tokens in
+        the caches is not known.
     """
 
     target: str

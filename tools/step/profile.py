@@ -1,6 +1,6 @@
 """Compares a recorded step, kernel by kernel, with the floor of each part.
 
-The record is a trace that torch.profiler exported (Chrome's format): one dictionary with
+The recording is a trace that torch.profiler exported (Chrome's format): one dictionary with
 `traceEvents`. Only events on the GPU are read.
 """
 
@@ -16,7 +16,7 @@ from tilewright.compiler.report.step import FUSED, Part, Step
 from tilewright.compiler.scopes import collapse_scope
 
 Kind = Literal["fused", "inductor", "library", "torch", "copy", "gap"]
-#: The names of the kinds in tables, in their order.
+#: For each kind of launch, the name that tables show. Tables list the kinds in this order.
 WORDS: Mapping[Kind, str] = {
     "fused": "fused ops",
     "inductor": "Inductor's kernels",
@@ -28,7 +28,7 @@ WORDS: Mapping[Kind, str] = {
 
 # The kind, the name, the scope and the kernels of a row.
 _Key = tuple[Kind, str, str, tuple[str, ...]]
-# The names of emitted kernels end in twelve digits of the hash of their spec.
+# The name of an emitted kernel ends in the first twelve hexadecimal digits of the hash of its spec.
 _OURS = re.compile(r"_[0-9a-f]{12}$")
 _TORCHS = re.compile(r"\b(at|c10)::|\bat_cuda_")
 _COPIES = frozenset({"gpu_memcpy", "gpu_memset"})
@@ -66,8 +66,8 @@ class Row:
     scope: the layer of a fused op; "" for other kinds, because the trace does not tell their layer.
     kernels: the kernels of a fused op.
     count: the number of launches per step.
-    us: the microseconds per step, as the mean of the steps. If kernels overlap, each counts with
-        the time that it adds.
+    us: the microseconds per step, as the mean of the steps. If kernels overlap, each kernel counts
+        only with the time that it adds to the step.
     floor_us: the floor of the part; None if its work is not known.
     """
 
@@ -89,8 +89,8 @@ class Row:
 class Profile:
     """A measured step.
 
-    us: the time from the start of its first kernel to the end of its last, as the mean of the
-        steps.
+    us: the time from the start of the step's first kernel to the end of its last kernel, as the
+        mean of the steps.
     rows: the parts of that time.
     floor_us: the floor of the whole step.
     """
@@ -142,8 +142,9 @@ def _joined(rows: Sequence[Row], scope: str) -> Row:
 def profile_of(trace: Mapping[str, Any], step: Step, steps: int | None = None) -> Profile:
     """Returns the profile of a trace of equal steps.
 
-    `steps` is their number; with None, the function counts the launches of our kernels. Raises
-    TraceError if the trace has no kernels, or does not consist of that number of equal steps.
+    `steps` is the number of steps; if it is None, the function finds the number from the launches
+    of tilewright's kernels. Raises TraceError if the trace has no kernels, or does not consist of
+    that number of equal steps.
     """
     launches = list(_launches(trace))
     if not launches:
@@ -196,7 +197,7 @@ def _timed(
             until = launch.start
         parts = expected.get(launch.name, ())
         key: _Key = launch.kind, launch.name, "", ()
-        if parts:  # every part launches the kernel equally often
+        if parts:  # the parts that launch this kernel launch it equally often
             key = _key(parts[seen[launch.name] * len(parts) // often[launch.name]])
         seen[launch.name] += 1
         yield key, max(launch.end - until, 0.0)
@@ -208,7 +209,7 @@ def _key(part: Part) -> _Key:
 
 
 def _expected(step: Step) -> dict[str, list[Part]]:
-    """Returns the parts that launch each emitted kernel, in order."""
+    """Returns, by the name of an emitted kernel, the parts that launch the kernel, in order."""
     found: dict[str, list[Part]] = defaultdict(list)
     for part in step.parts:
         for kernel in dict.fromkeys(part.kernels):
@@ -225,8 +226,8 @@ def _floors(step: Step) -> Mapping[_Key, float]:
 
 
 def _count(launches: Sequence[Launch], expected: Mapping[str, Sequence[Part]]) -> int:
-    """Counts the steps of a trace by the launches of our kernels. Returns 1 if the trace has no
-    such launch."""
+    """Counts the steps of a trace by the launches of tilewright's kernels. Returns 1 if the trace
+    has no such launch."""
     names = Counter(launch.name for launch in launches if launch.name in expected)
     counts = {name: number / len(expected[name]) for name, number in names.items()}
     steps = min(counts.values(), default=1.0)

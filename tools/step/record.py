@@ -26,7 +26,7 @@ def record(loaded: LoadedModel, steps: int, graphs: bool) -> dict[str, Any]:
         step: Callable[[], Any] = lambda: compiled(*loaded.args, **loaded.kwargs)  # noqa: E731
         if graphs:
             step = capture([step]).replay
-        for _ in range(2):  # the first compiles, the second warms up
+        for _ in range(2):  # the first call compiles, the second warms up
             step()
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:

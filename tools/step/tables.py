@@ -15,16 +15,16 @@ from tilewright.tools.report.layers import title_of
 from tilewright.tools.report.templates import readable_time
 from tilewright.tools.step.profile import WORDS, Profile
 
-# The number of rows of a profile that are shown (one line sums up the other rows), and the width of
-# the column for kernel names.
+# The number of rows of a profile that are shown. One line sums up the other rows.
 SHOWN = 24
+# The width of the column for kernel names.
 WIDEST = 60
 _LEFT = (LIBRARY, INDUCTOR)
 
 
 def render_step(step: Step) -> Group:
-    """Renders the tables of a step: the bytes moved by each layer, the shortest time of the step,
-    and the parts left to Inductor."""
+    """Renders the tables of a step. They show the bytes that each layer moves, the shortest time of
+    the step, and the parts left to Inductor."""
     columns = ("layer", "weights\nMB", "caches\nMB", "between\nMB", "floor\nus", "modelled\nus")
     table = step_table(*columns, "fused\n%")
     for layer in step.layers:
@@ -99,8 +99,8 @@ def _percent(part: Amounts, whole: Amounts) -> str:
 
 
 def render_profile(profile: Profile, step: Step) -> Group:
-    """Renders the parts of a measured step. The parts that are furthest above their floor come
-    first."""
+    """Renders the parts of a measured step. The parts whose times are furthest above their floors
+    come first."""
     title = Text(f"A step of {profile.us:.1f} us", style="bold")
     told = f", of which the floor of {profile.floor_us:.1f} us on {step.target} is "
     title.append(

@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from tests.attention_cases import performed
 from tests.interpreted import Interpreter, interpret
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
+from tilewright.codegen.attention.problem import CacheProblem
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops import ArgumentError, cache_attention
 from tilewright.ops.attention.cache_attention import OP, AttentionArguments
+from tilewright.ops.attention.cases import AttentionCase
 from tilewright.ops.attention.lowering import attention_steps
+from tilewright.ops.attention.operands import cache_problem
 
 B, HEADS, KV_HEADS, WIDTH, ROOM = 2, 8, 2, 16, 80
 
@@ -51,6 +54,37 @@ WAYS = {
         "cache_lengths": torch.tensor([69, 4]),
     },
 }
+
+
+CALLED = AttentionCase("", num_heads=6, num_kv_heads=2, head_dim=32, v_dim=64)
+PROBLEM = CacheProblem(2, 3, 32, 64, "bf16", "bf16", tma=True)
+PROBLEMS = {
+    "plain": (CALLED, PROBLEM),
+    "window": (
+        replace(CALLED, mask="sliding_window", window=20, softcap=2.0),
+        replace(PROBLEM, mask="sliding_window", window=20, capped=True),
+    ),
+    "codes": (
+        replace(CALLED, cache_dtype=torch.float8_e4m3fn),
+        replace(PROBLEM, key_dtype="fp8e4nv", tma=False),
+    ),
+    "mask": (
+        replace(CALLED, mask="none", attn_mask="float", positions="none"),
+        replace(PROBLEM, mask="none", attn_mask="bf16"),
+    ),
+    "ragged pages": (
+        replace(CALLED, pool="paged", ragged=True),
+        replace(PROBLEM, ragged=True, paged=True, page_size=16, sequences=4, tma=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_problem_of_a_call_has_all_that_a_plan_reads(name):
+    case, expected = PROBLEMS[name]
+    problem = cache_problem(OP.sample_inputs(case))
+    assert problem == expected
+    assert problem.key_bytes == (32 + 64) * (1 if case.cache_dtype else 2)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -136,7 +136,7 @@ NEAR = {
     "contiguous along N": {"layout": "plain_n_major"},
     "columns that share a scale is 24": {"weight_format": "int8", "scale_block": (1, 24),
                                          "k": 960, "zero_point": 0},
-    "not multiples of 16 bytes": {"n": 260},
+    "not a multiple of 16 bytes": {"n": 260},
     "not integers": {"zeros": "float", "zero_point": 0},
     "zeros are added": {"weight_format": "int4_k_offset", "zeros": "float"},
     "exponents": {"weight_format": "mxfp4", "words": torch.uint8, "zero_point": 0, "k": 32,

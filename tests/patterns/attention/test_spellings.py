@@ -300,6 +300,46 @@ def test_a_sum_over_two_dimensions_is_not_read():
     assert miss.code == "ATTENTION_FORM"
 
 
+VALUES = {
+    "a width in two dimensions": ("bhqk,bhkde->bhqde", lambda v: v.unflatten(-1, (2, -1))),
+    "no width": ("bhqk,bhk->bhq", lambda v: v[..., 0]),
+    "summed over heads": ("bhqk,bhkd->bqd", lambda v: v),
+    "of each query": ("bhqk,bhkqd->bhqd", lambda v: v[:, :, :, None] + v[:, :, None, :QUERIES]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_in_other_dimensions_are_not_read(name):
+    """The near misses of `einsum`: its letters have other roles in the second product."""
+    letters, of = VALUES[name]
+
+    def attend(q, k, v, mask, *_):
+        weights = logits_of(q, k).masked_fill(~mask, HIDDEN).softmax(-1)
+        return torch.einsum(letters, weights, of(repeat_kv(v)))
+
+    report = run(attend, inputs())
+    assert matches_of(report, "attention") == []
+    assert codes_of(report, "attention") == {"ATTENTION_FORM"}
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("sequences", [BATCH, None])
+def test_logits_of_another_form_are_reported_if_they_are_masked(sequences, masked):
+    """Without a mask, a softmax between two products may be no attention. A single sequence may
+    have no dimension."""
+
+    def attend(q, k, v, mask, *_):
+        if sequences is None:
+            q, k, v, mask = q[0], k[0], v[0], mask[0]
+        logits = torch.sin(q @ k.mT)
+        logits = logits + torch.where(mask, 0.0, -3e38).to(q.dtype) if masked else logits
+        return logits.softmax(-1) @ v
+
+    report = run(attend, inputs(kv_heads=HEADS))
+    assert matches_of(report, "attention") == []
+    assert codes_of(report, "attention") == ({"ATTENTION_FORM"} if masked else set())
+
+
 def test_heads_across_which_a_view_cuts_are_not_read():
     """A view that does not keep heads apart is not read: it shows the scaled products as three
     blocks of four rows, while they are four heads of three queries."""

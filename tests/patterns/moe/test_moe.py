@@ -81,6 +81,24 @@ def test_experts_that_are_rows_of_a_table_are_matched():
     assert_no_worse(fused, eager, exact(module, *args), "rows of a table")
 
 
+SUMS = {
+    "bmm": lambda y, weights: torch.bmm(weights.unsqueeze(1), y).squeeze(1),
+    "matmul": lambda y, weights: (weights[:, None] @ y)[:, 0],
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_slots_are_summed_by_a_product_with_the_weights(name):
+    module, args = build("einsum")
+    module.sum_slots = SUMS[name]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        fused, eager = compiled(*args), module(*args)
+    assert [site.op for site in matches_of(reports()[-1], "fused_moe")] == ["fused_moe"]
+    assert_no_worse(fused, eager, exact(module, *args), name)
+
+
 def test_every_layer_of_a_chain_with_biases_is_fused():
     """The index of a layer's biases comes from the layer before, and therefore leads back to the
     GEMMs of that layer."""
@@ -255,8 +273,20 @@ def masked_out_of_order(module):
     module.mask_of = lambda ids: (ids.flip(0) >= module.axes.num_experts)[:, None]
 
 
+def clamped_too_low(module):
+    """Gives the last expert the bias of another expert."""
+    module.clamp = lambda ids: ids.clamp(0, module.axes.num_experts - 2)
+
+
+def clamped_too_high(module):
+    """Gives the first expert the bias of another expert."""
+    module.clamp = lambda ids: ids.clamp(1, module.axes.num_experts - 1)
+
+
+CLAMPED = (clamped_too_low, clamped_too_high)
 MASKED = (rows_of_a_held_expert_masked, masked_out_of_order)
-NEAR_MISSES = dict.fromkeys(MASKED, "EXPERT_ORDER") | {
+ELSEWHERE = dict.fromkeys(MASKED, "elsewhere") | dict.fromkeys(CLAMPED, "elsewhere_bias")
+NEAR_MISSES = dict.fromkeys(ELSEWHERE, "EXPERT_ORDER") | {
     doubled_sum: "EXPERT_COMBINE",
     row_too_many: "EXPERT_COMBINE",
     half_of_the_columns: "EXPERT_COMBINE",
@@ -281,8 +311,7 @@ NEAR_MISSES = dict.fromkeys(MASKED, "EXPERT_ORDER") | {
 
 @pytest.mark.parametrize("change", NEAR_MISSES, ids=lambda change: change.__name__)
 def test_near_misses_say_what_is_wrong(change):
-    name = "elsewhere" if change in MASKED else "plain"
-    assert NEAR_MISSES[change] in misses(name, change)
+    assert NEAR_MISSES[change] in misses(ELSEWHERE.get(change, "plain"), change)
 
 
 def clamped_more(name, bound):
