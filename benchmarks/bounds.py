@@ -1,5 +1,5 @@
-"""Measures the memory rates of one GPU. The other benchmarks compare their rates with these upper
-bounds."""
+"""Measures the memory rates of one GPU. They are upper bounds, with which the other benchmarks
+compare their rates."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Benchmark of attention over a cache, in microseconds and as a share of the memory rate, and of
-other implementations of it.
+"""Benchmark of attention over a cache by tilewright and by others, in microseconds and as a share
+of the memory rate.
 
     python benchmarks/cache_attention.py [--out DIR] [--cases decode-16x2048 ...]
 

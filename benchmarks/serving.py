@@ -16,9 +16,9 @@ written as requests x prompt tokens -> new tokens, are: A 64 x 256..1024 -> 256,
 and C 512 x 128 -> 64. `--share` scales the new tokens of A and B, and the requests of C.
 
 Each variant of a model runs in a separate process: all processes compile side by side, then each
-process has the GPU to itself. A process compiles and warms up (`warm`: seconds, beside the other
-processes), then measures, and prints each row at once. A row is kept as soon as it is known, so
-that nothing is lost if the time (`--seconds`) ends.
+process has the GPU to itself. A process compiles and warms up, while the other processes do the
+same (`warm` has the seconds). Then it measures, and prints each row at once. A row is kept as soon
+as it is known, so that nothing is lost if the time (`--seconds`) ends.
 
 tokens: new tokens per second of a whole call of `generate_batch()`. The first call with a workload
 also captures CUDA graphs for prompts of its sizes; the second call ("again") has other prompts of

@@ -136,8 +136,8 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def zoo_names() -> tuple[str, ...]:
-    """Returns every zoo name that `load_model` knows. There is a name for the decode step, and a
-    name for the prefill, of each form of each model."""
+    """Returns every zoo name that `load_model` knows. Each form of each model has a name for its
+    decode step and a name for its prefill."""
     return tuple(
         name + form + tokens
         for name, model in ZOO.items()

@@ -21,8 +21,7 @@ from tilewright.ops.attention.cache_attention import AttentionArguments
 from tilewright.tools.audit.cases import SOFTMAX_REASON, AuditCase, audited, distinct, meta, planned
 
 # Entries (sequences, queries, keys, dtype of the mask) for decode steps, for prefills, and for a
-# cache whose length is not a multiple of a power of two. In a mask of numbers, the lowest number
-# hides a key, as in eager attention.
+# cache of 1000 keys. In a mask of numbers, the lowest number hides a key, as in eager attention.
 MASKS = (
     (64, 1, 2048, torch.bool),
     (1, 1, 131072, torch.bool),

@@ -34,7 +34,7 @@ def explain(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="A file.py or module of patterns that have codes of their own.",
+            help="A file.py or module of patterns that register further codes.",
         ),
     ] = None,
     as_json: JsonOption = False,

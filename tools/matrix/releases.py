@@ -1,5 +1,5 @@
-"""Lists the releases with which tilewright is tested. `make matrix` tests them, and `tilewright
-doctor` names them."""
+"""Lists the releases with which tilewright is tested. `make matrix` tests them, and
+`tilewright doctor` names them."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Said:
         return _seen(list(self.nearest))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Returns the object as JSON-ready data."""
         nearest = [
             {"op": v.op, "node": v.node.name, "scope": v.scope, "source": v.source}
             for v in self.nearest
@@ -143,7 +143,7 @@ class Module:
         return miss.pattern == pattern and any(self.holds(scope_of(node)) for node in nodes)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Returns the object as JSON-ready data."""
         return {
             "module": self.path,
             "patterns": [said.as_dict() for said in self.said],

@@ -161,8 +161,9 @@ def as_captured(graph: GraphReport) -> GraphReport:
 
 
 def _made(node: fx.Node) -> float:
-    """Returns the weight of a node in a bar: the bytes of its results (for a write in place, the
-    bytes that are written) plus one, so that no weight is zero."""
+    """Returns the number by which the cost of a unit is divided among its nodes: the bytes of a
+    node's results (for a write in place, the bytes that are written) plus one, so that no number is
+    zero."""
     tensors = _compat.tensors_of(node)
     if writes_in_place(node):
         tensors = _compat.tensors_of(*node.all_input_nodes)[1:]

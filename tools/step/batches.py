@@ -77,7 +77,7 @@ class BatchRow:
         return self.modelled_us - width, self.modelled_us + width
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Returns the object as JSON-ready data."""
         low, high = self.ends
         rates = {"steps_per_s": self.steps_per_s, "sequences_per_s": self.sequences_per_s}
         data = asdict(self) | rates | {"low_us": low, "high_us": high}

@@ -119,7 +119,7 @@ class Profile:
         return sorted(found, key=lambda row: -row.distance_us)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Returns the object as JSON-ready data."""
         return {
             "steps": self.steps,
             "us": self.us,

@@ -87,7 +87,8 @@ class _Fork:
     """A rank in a fork of this process, with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, *args: Any) -> None:
-        self._process = multiprocessing.get_context("fork").Process(target=be_fork, args=args)
+        forked = multiprocessing.get_context("fork")
+        self._process = forked.Process(target=be_fork, args=args, daemon=True)
         self._process.start()
         self.pid = self._process.pid
         self.kill, self.wait = self._process.kill, self._process.join
