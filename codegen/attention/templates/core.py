@@ -88,13 +88,14 @@ def attend_keys(
     LED: tl.constexpr, GUARDED: tl.constexpr, MASKED: tl.constexpr, EVERY_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns (output, top, total) after the BLOCK_N keys that start at `key`. MASKED: at least one
-    query may not attend to one of the keys. EVERY_BLOCK: all blocks are handled as masked."""
+    """Returns (output, top, total) after the BLOCK_N keys that start at `key`. MASKED: the
+    mask hides at least one of the keys from at least one query. EVERY_BLOCK: all blocks are handled
+    as masked blocks."""
     table, num_pages, k_page_stride, v_page_stride = k_pages
     pages, slots, exists = places_of_keys(
         key, own_keys, key_start, table, num_pages, PAGE_SIZE, PAGE_SIZE % BLOCK_N == 0, BLOCK_N
     )
-    # All keys of a whole block exist, unless the page of the block does not exist.
+    # If a block is not masked, all of its keys exist, unless the page of the block does not exist.
     real = exists if MASKED or table is not None else None
     if TMA:
         k = k_source.load([key, 0])

@@ -137,9 +137,9 @@ def attend_block(
     """Returns (output [V, rows], top, total) after a block of keys. total [BLOCK_N, rows] is summed
     over its keys after the last block.
 
-    MASKED: some row may not attend to some key of the block. LISTED: in the first num_whole steps,
-    the mask tensor hides nothing. If v_base is None, the keys are the values. If ROUND_GROUP > 0,
-    keys are rounded to the numbers that e4m3 codes stand for.
+    MASKED: the mask hides at least one key of the block from at least one row. LISTED: in the first
+    num_whole steps, the mask tensor hides nothing. If v_base is None, the keys are the values. If
+    ROUND_GROUP > 0, keys are rounded to the numbers that e4m3 codes stand for.
     """
     ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
     keys = first_key + tl.arange(0, BLOCK_N)

@@ -167,8 +167,8 @@ def multiply_tile(
 
 @triton.jit
 def route_place(tile, ids_ptr, NUM_EXPERTS: tl.constexpr, TILES_N: tl.constexpr):
-    """Returns the same values as `tile_place`, if routes are not sorted and each route is a block
-    of rows."""
+    """Returns the values that `tile_place` returns, for routes that are not sorted. Each route is
+    then a block of one row."""
     route = tile // TILES_N
     expert = tl.load(ids_ptr + route).to(tl.int32)
     placed = (expert >= 0) & (expert < NUM_EXPERTS)
