@@ -136,7 +136,7 @@ def _fits(problem: AttentionProblem, config: PrefillConfig, target: Target) -> b
 
 
 def _row_bytes(problem: AttentionProblem) -> tuple[int, int]:
-    """Returns the bytes of a row of q, and of a row of keys plus a row of values."""
+    """Returns the number of bytes of a row of q, and of a row of keys plus a row of values."""
     nope, rope, v = problem.blocks
     rope = rope if problem.rope else 0
     size = ELEMENT_BYTES[problem.dtype]
