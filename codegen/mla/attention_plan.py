@@ -71,7 +71,7 @@ def _specialises(problem: AttentionProblem, sizes: AttentionSizes) -> bool:
     Triton 3.6 does not compile specialised warps with a mask tensor, or with a reduction over rows
     or sequences before the loop. Such a reduction is needed for positions in a tensor, and for too
     many sequences to sort. A result in fp32 (of one of several chunks) would need 64 KiB of shared
-    memory beside the tiles of queries and keys, which is too much.
+    memory in addition to the tiles of queries and keys, which is too much.
     """
     if problem.out == "fp32":
         return False
