@@ -137,7 +137,7 @@ def inputs(model: Model, part: str, tokens: int) -> tuple[Any, ...]:
 
 
 def weight_bytes(given: Any) -> int:
-    """Returns the bytes of all weights of a call."""
+    """Returns the number of bytes of all weights of a call."""
     flat = [one for item in given if isinstance(item, tuple) for one in item]
     return sum(one.nbytes for one in flat if one.ndim == 2)
 

@@ -117,7 +117,7 @@ def launched(launch: Launch) -> Callable[[], None]:
 
 
 def latent_bytes(form: str, rows: int, coded: bool) -> int:
-    """Returns the bytes that the kernel of latents reads and writes for `rows` rows.
+    """Returns the number of bytes that the kernel of latents reads and writes for `rows` rows.
 
     The kernel reads the entry of a row, and writes it to the buffer, to the cache, or to both. For
     a new or stored row, the rotation is also read, in fp32.

@@ -310,8 +310,8 @@ def _fitting(name: str, case: Case) -> Case:
 
 
 def token_bytes(name: str) -> int:
-    """Returns the bytes of a token in the caches of all layers, computed with the most frequent
-    sizes of a layer's cache."""
+    """Returns the number of bytes of a token in the caches of all layers, computed with the most
+    frequent sizes of a layer's cache."""
     widths = WIDTHS[name]
     hidden, _, heads, kv_heads = widths.dims
     rank = widths.fields.get("kv_lora_rank")

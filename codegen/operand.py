@@ -11,8 +11,8 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Operand:
-    """The static facts about one tensor of a call. If the call does not have a tensor, its problem
-    has None instead.
+    """The static facts about one tensor of a call. For a tensor that is absent from the call, the
+    problem has None instead.
 
     Attributes:
         dtype: The Triton name of the dtype, such as "bf16".

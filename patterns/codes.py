@@ -37,4 +37,4 @@ def register_code(code: str, meaning: str, weight: Weight | None = None) -> None
     if weight not in get_args(Weight):
         raise ValueError(f"weight: expected one of {get_args(Weight)}, got {weight!r}")
     if WEIGHTS.setdefault(code, weight) != weight:
-        raise ValueError(f"weight: {code!r} already is {WEIGHTS[code]!r}, got {weight!r}")
+        raise ValueError(f"weight: {code!r} is already {WEIGHTS[code]!r}, got {weight!r}")

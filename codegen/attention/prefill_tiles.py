@@ -60,7 +60,8 @@ class PrefillConfig:
         return self.shared_bytes(q_bytes, key_bytes, mask) <= target.max_shared_bytes
 
     def shared_bytes(self, q_bytes: int, key_bytes: int, mask: str) -> int:
-        """Returns the bytes of the tile of q and of the pipeline stages of keys, values and mask.
+        """Returns the number of bytes of the tile of q and of the pipeline stages of keys, values
+        and mask.
 
         q_bytes: the bytes of a row of q. key_bytes: the bytes of a row of keys plus a row of
         values. mask: the dtype of the mask tensor; "" if there is none.

@@ -118,7 +118,8 @@ class Audit:
         return max(0, min(limits))
 
     def bytes_in_flight(self, target: Target) -> int:
-        """Returns the bytes of loads that one SM can have in flight through its load buffers."""
+        """Returns the number of bytes of loads that one SM can have in flight through its load
+        buffers."""
         return self.staged_bytes * self.blocks_per_sm(target)
 
     def summary(self) -> str:
@@ -205,8 +206,8 @@ def _spills_among(opcodes: Mapping[str, int]) -> int:
 
 
 def staged_bytes(ttgir: str) -> int:
-    """Returns the bytes of all multi-stage load buffers: the `local_alloc` operations of rank 3 or
-    more, whose first dimension is the stage."""
+    """Returns the number of bytes of all multi-stage load buffers: the `local_alloc` operations of
+    rank 3 or more, whose first dimension is the stage."""
     total = 0
     for stages, dims, element in _POOLED.findall(ttgir):
         extents = [int(extent) for extent in dims.rstrip("x").split("x")]

@@ -1,8 +1,9 @@
 """Facts that the emitter knows about integers: their bounds, a number that divides them, and the
 scalars that they do not exceed.
 
-All conclusions hold for mathematical integers. If a result might not fit its integer type, it may
-be any number of that type. Therefore no conclusion depends on a value that wrapped around.
+All conclusions are about mathematical integers, which have no largest number. If a result might not
+fit its integer type, it may be any number of that type. Therefore no conclusion depends on a value
+that wrapped around.
 """
 
 from __future__ import annotations

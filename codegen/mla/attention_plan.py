@@ -71,7 +71,7 @@ def _specialises(problem: AttentionProblem, sizes: AttentionSizes) -> bool:
     Triton 3.6 does not compile specialised warps with a mask tensor, or with a reduction over rows
     or sequences before the loop. Such a reduction is needed for positions in a tensor, and for too
     many sequences to sort. A result in fp32 (of one of several chunks) would need 64 KiB of shared
-    memory beside the tiles of queries and keys, which is too much.
+    memory in addition to the tiles of queries and keys, which is too much.
     """
     if problem.out == "fp32":
         return False
@@ -136,7 +136,7 @@ def _fits(problem: AttentionProblem, config: PrefillConfig, target: Target) -> b
 
 
 def _row_bytes(problem: AttentionProblem) -> tuple[int, int]:
-    """Returns the bytes of a row of q, and of a row of keys plus a row of values."""
+    """Returns the number of bytes of a row of q, and of a row of keys plus a row of values."""
     nope, rope, v = problem.blocks
     rope = rope if problem.rope else 0
     size = ELEMENT_BYTES[problem.dtype]

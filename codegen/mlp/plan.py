@@ -438,16 +438,17 @@ def _ordered_tiling(
 
 
 def stage_bytes(problem: LinearProblem, block_n: int, block_t: int, block_k: int) -> int:
-    """Returns the bytes of one pipeline stage. It holds tiles of the weights, of x and of the
-    norm's weight. A number of x or of the norm's weight has 16 bits."""
+    """Returns the number of bytes of one pipeline stage. It holds tiles of the weights, of x and of
+    the norm's weight. A number of x or of the norm's weight has 16 bits."""
     weights = problem.num_weights * block_n * problem.weight_bytes
     tiles = 1 + (0 if problem.norm is None else problem.norm.tiles)
     return int(weights + 2 * block_t * tiles) * block_k
 
 
 def made_bytes(problem: LinearProblem, block_n: int, block_t: int, block_k: int) -> int:
-    """Returns the bytes of the tiles that the kernel computes in shared memory: the decoded weight,
-    and x in the order of the codes. Codes that are packed along K stay in registers."""
+    """Returns the number of bytes of the tiles that the kernel computes in shared memory: the
+    decoded weight, and x in the order of the codes. Codes that are packed along K stay in
+    registers."""
     q = problem.quantization
     if q is None:
         return 0

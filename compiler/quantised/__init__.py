@@ -110,8 +110,8 @@ class Prepared:
         self.replaced, self._lent, self._hooks = [], [], []
 
     def _lend(self, original: nn.Module, module: nn.Module | str | None) -> None:
-        """Makes an original module share or give up the codes that were laid out again, until
-        `undo`."""
+        """Makes an original module share the codes of its replacement or give up its own codes,
+        until `undo`."""
         if isinstance(module, CodedLinear):
             module.lend_to(original)
             self._lent.append((original, module))

@@ -49,12 +49,13 @@ class CodedLinear(nn.Module):
         return F.linear(self.rounded(x), self.weight_of_codes(x.dtype), self.bias)
 
     def lend_to(self, original: nn.Module) -> None:
-        """Frees the codes of the original that this module has laid out again. Until `undo`, memory
-        then holds these codes only once."""
+        """Frees the codes of the original module, or replaces them by the codes of this module, so
+        that memory holds the codes only once. Does nothing if both modules hold the same tensors.
+        `return_to` undoes this."""
 
     def return_to(self, original: nn.Module) -> None:
-        """Gives the original its codes back in the layout of its library. They are computed from
-        the codes of this module."""
+        """Gives the original module its codes back in the layout of its library. They are computed
+        from the codes of this module."""
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -64,9 +65,9 @@ class DividedLinear(CodedLinear):
     """A linear whose scales are divided by a number, `weight_global_scale` [1].
 
     `weight_factors` holds the reciprocal of this number at the index `place`, so that no forward
-    pass computes it. The reciprocal is None if there is no such number. It is not in `state_dict`,
-    and `load_state_dict` computes it again. If the divisor is changed in place by other means, the
-    reciprocal does not change.
+    pass computes it. `weight_factors` is None if there is no such number, or if the forward pass
+    must divide by it. The reciprocal is not in `state_dict`, and `load_state_dict` computes it
+    again. If the divisor is changed in place by other means, the reciprocal does not change.
     """
 
     weight_global_scale: torch.Tensor
@@ -88,7 +89,8 @@ class DividedLinear(CodedLinear):
         return self.weight_factors[self.place : self.place + 1]
 
     def reciprocal(self) -> torch.Tensor | None:
-        """Returns the reciprocal [1], or None if the forward pass must divide the scales."""
+        """Returns the reciprocal [1]; None if there is no divisor. A subclass may also return None
+        if the forward pass must divide."""
         divisor: torch.Tensor | None = getattr(self, "weight_global_scale", None)
         return None if divisor is None else 1.0 / divisor.detach().reshape(1)
 
@@ -178,8 +180,8 @@ def floats_of_bytes(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Returns x rounded to the nearest E2M1 number. Halfway between two numbers, it returns the
-    number with the even code. NaN stays NaN."""
+    """Returns x rounded to the nearest E2M1 number. A number halfway between two E2M1 numbers
+    becomes the one with the even code. NaN stays NaN."""
     size, rounded = x.abs(), torch.zeros_like(x)
     for number, (below, above) in enumerate(pairwise(fp4.MAGNITUDES)):
         middle = (below + above) / 2

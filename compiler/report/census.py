@@ -87,8 +87,9 @@ class Census:
         return tuple(point for point in self.points if point.account == "unaccounted")
 
     def spoken_for_by(self, miss: Miss) -> Census:
-        """Returns a census in which a miss accounts for every unaccounted point. A graph break is
-        such a miss: it cuts a site in two, and no pattern sees both parts."""
+        """Returns a census in which the given miss accounts for every unaccounted point. Callers
+        pass the miss of a graph break: a break cuts a site in two, and no pattern sees both
+        parts."""
         told: Account = "miss"
         why = f"{miss.pattern} {miss.code}"
         points = (
@@ -132,8 +133,8 @@ _IN_WORDS: dict[Kind, str] = {
 
 
 def unrecognised(points: Iterable[Point], flow: Dataflow) -> list[Miss]:
-    """Returns a miss, as advice, for each unaccounted point. `flow` is the view for which the
-    census was taken."""
+    """Returns a miss, as advice, for each unaccounted point. `flow` is the dataflow view in which
+    the points were counted."""
     nodes = {value.node.name: value.node for value in flow.values}
     return [
         Miss(
@@ -225,7 +226,7 @@ def _walk(start: Value, sought: Sought, graph: Graph) -> list[Value]:
 
 def _behind(start: Value, sought: Sought, graph: Graph) -> Iterator[Value]:
     """Yields the first points downstream of a value that have a kind in `sought.behind`. The search
-    passes through softmaxes and choices."""
+    passes through softmaxes and choices of the largest numbers."""
 
     def goes_on(value: Value) -> bool:
         return graph.kind(value) in (None, "softmax", "top-k")
@@ -238,7 +239,7 @@ def _behind(start: Value, sought: Sought, graph: Graph) -> Iterator[Value]:
 
 
 def _beside(product: Value, graph: Graph) -> Iterator[fx.Node]:
-    """Yields the nodes of other products with weights that read a product's activation."""
+    """Yields the nodes of other products that multiply the activation of a product by a weight."""
     held = graph.weights(product)
     for view in product.operands:
         if view in held or len(view.shape) < 2:

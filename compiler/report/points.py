@@ -50,7 +50,7 @@ def is_unknown(value: Value) -> bool:
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph's view, with the inputs that the model stores.
+    """The dataflow view of a graph, with the inputs that the model stores.
 
     told: the nodes in matches, and the nodes that misses account for.
     taken: the nodes whose results are arguments of matches.

@@ -51,7 +51,7 @@ class Read(Summed):
 
 @dataclass(frozen=True)
 class Times(Summed):
-    """Microseconds by a chip's cost model.
+    """Times of a step, or of parts of it, in microseconds by a chip's cost model.
 
     floor_us, modelled_us: the floor and the modelled time, as in `Amounts`.
     bfloat16_floor_us, bfloat16_modelled_us: the times of the same parts with weights in bfloat16.
@@ -65,9 +65,10 @@ class Times(Summed):
 
 @dataclass(frozen=True)
 class SavingsRow:
-    """The parts of a step that one pattern made from weights in one format.
+    """Parts of a step in which the ops of one pattern, or one other function, read weights of one
+    format as codes.
 
-    by: the pattern's name, or the function that a library computes.
+    by: the name of the pattern, or of the function.
     form: the format, in words.
     """
 
@@ -80,10 +81,10 @@ class SavingsRow:
 
 @dataclass(frozen=True)
 class Unread:
-    """Equal weights that are not read as codes.
+    """Weights that are alike and are not read as codes.
 
     scope: the module of the weights, with `*` in place of the layer's number.
-    bytes: the number of their bytes that a step reads.
+    bytes: the number of bytes of these weights that a step reads.
     has_codes: whether the model stores them as codes.
     reason: the reason why they are not read as codes.
     """
@@ -97,7 +98,7 @@ class Unread:
 
 @dataclass(frozen=True)
 class Savings:
-    """The savings of a model's step with weights in codes.
+    """A comparison of a model's step, which reads weights as codes, with the same step in bfloat16.
 
     tokens: the number of tokens of the step; None if it is symbolic.
     times: the times of the whole step.
@@ -120,7 +121,8 @@ class Savings:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The formats that are read, in words, sorted by their bytes. The largest comes first."""
+        """The formats of the weights that are read as codes, in words. The format with the most
+        bytes comes first."""
         size: dict[str, int] = {}
         for row in self.rows:
             size[row.form] = size.get(row.form, 0) + row.read.bytes

@@ -534,8 +534,8 @@ def _looks_up(node: fx.Node) -> bool:
 
 
 def _sizes(tensors: Iterable[torch.Tensor], traffic: _Traffic) -> list[int]:
-    """Returns the bytes of tensors. For a tensor with symbolic sizes, records the symbols and
-    returns 0."""
+    """Returns the number of bytes of each tensor. For a tensor with symbolic sizes, records the
+    symbols and returns 0."""
     found = []
     for tensor in tensors:
         symbols = [s for n in tensor.shape for s in _symbol(n)]

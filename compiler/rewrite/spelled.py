@@ -176,7 +176,7 @@ def put_back(
             if not _put_back(graph, site):
                 kept[site.call.name] = None
         elif all(node._erased for node in site.added):
-            continue  # it is unused: another call computes the same
+            continue  # it is unused: another call computes the same result
         elif matched.isdisjoint(site.added):
             kept[site.call.name] = None
         elif any(not node._erased and is_weighty(node) for node in site.added):

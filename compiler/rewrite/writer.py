@@ -29,7 +29,7 @@ class Writer:
         return node
 
     def again(self, node: fx.Node, instead: Mapping[fx.Node, Any]) -> fx.Node:
-        """Adds a copy of a node in which `instead` replaces some inputs."""
+        """Adds a copy of a node, with the inputs in `instead` replaced."""
         target: Any = node.target
         args, kwargs = with_inputs(node, instead)
         return self.call(target, *args, **kwargs)
@@ -47,13 +47,14 @@ class Writer:
 
 
 def with_inputs(node: fx.Node, instead: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
-    """Returns a node's arguments and keywords, in which `instead` replaces some inputs."""
+    """Returns the arguments and keyword arguments of a node, with the inputs in `instead`
+    replaced."""
     return fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: instead.get(n, n))
 
 
 def describe(node: fx.Node, serving: fx.Node, held: Any) -> None:
-    """Sets a new node's example value, and copies source line and module from the node
-    `serving`."""
+    """Sets the example value of a new node, and copies the source line and the module from
+    `serving`, the node for which it was added."""
     kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
     node.meta.update((name, serving.meta[name]) for name in kept if name in serving.meta)
     node.meta["example_value"] = held

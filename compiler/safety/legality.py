@@ -134,8 +134,8 @@ def _lies_beside(source: fx.Node, store: Store, flow: Dataflow) -> bool:
 
 
 def _is_known(store: Store) -> bool:
-    """Whether the target of a write tells which elements of the memory the write may fill. The
-    write never fills an element that the target does not select."""
+    """Whether it is known which elements of the memory a write may fill. If it is known, they are
+    elements that the target of the write selects."""
     return store.dtype == store.memory.dtype and _has_its_own_elements(store.memory)
 
 
@@ -167,7 +167,7 @@ def _has_its_own_elements(memory: Memory) -> bool:
     """Whether different indices certainly mean different elements of a memory. In an expanded
     tensor, or in a tensor from `as_strided`, they may mean the same element."""
     if len(memory.strides) != len(memory.shape):
-        return False  # torch does not tell the storage
+        return False  # the strides are not known
     axes = [(s, n) for n, s in zip(memory.shape, memory.strides, strict=True) if n != 1]
     if all(isinstance(stride, int) for stride, _ in axes):
         reach: Size = 0
@@ -177,7 +177,7 @@ def _has_its_own_elements(memory: Memory) -> bool:
             reach = reach + (size - 1) * stride
         return True
     inside: Size = 1
-    while axes:  # for symbolic strides, each is the product of the sizes inside it
+    while axes:  # a symbolic stride must be the product of the sizes of all inner axes
         found = next((axis for axis in axes if axis[0] == inside), None)
         if found is None:
             return False
@@ -247,7 +247,8 @@ def _apart_along(axis: int, one: Effect, other: Effect) -> bool:
 
 
 def _walked(effect: Effect, axis: int) -> tuple[list[Size], list[Size]]:
-    """Returns the lengths and steps of an effect along one axis of its base."""
+    """Returns the lengths and the steps of the parts of an effect that go along one axis of its
+    base."""
     atoms = [atom for dim in effect.dims for atom in dim if atom.axis == axis]
     return [atom.length for atom in atoms], [atom.step for atom in atoms]
 
@@ -276,8 +277,8 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
 
 
 def _vanishing_write(view: View, match: Match, flow: Dataflow) -> Value | None:
-    """Returns the match's scratch write that made a part of a view's value. Returns None if no such
-    write did."""
+    """Returns the match's scratch write that made a part of a view's value; None if there is no
+    such write."""
     memory = flow.memory_of.get(flow.home(view.value))
     if memory is None:
         return None
@@ -308,8 +309,8 @@ def _scratch_is_private(match: Match, flow: Dataflow) -> None:
 
 
 def _copied_for(node: fx.Node, own: set[fx.Node], flow: Dataflow) -> bool:
-    """Whether a node only copies the value that it reads into another layout (`reshape`), for `own`
-    alone."""
+    """Whether a node only copies the value that it reads into another layout (`reshape`), and only
+    nodes of `own` read the copy."""
     view = flow.views.get(node)
     if not isinstance(view, View) or view.value.node is node or not node.users:
         return False

@@ -152,7 +152,7 @@ def unsupported(a: MaskBlocksArguments) -> str | None:
 
 
 def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
-    """Performs the steps of a call."""
+    """Performs the steps of a `mask_blocks` call."""
     mask = mask_bytes(a.attn_mask)
     batch, heads, query_tiles, columns = shape = blocks_shape(mask)
     tiles, key_blocks = batch * heads * query_tiles, columns - 1

@@ -60,7 +60,7 @@ def attention_steps(
     config: DecodeConfig | PrefillConfig | None = None,
     rope: RopePart | None = None,
 ) -> Steps:
-    """Performs the steps of a call.
+    """Performs the steps of a `cache_attention` call.
 
     config: the tile sizes, whose type selects the kernel. If it is None, the plan chooses them.
     rope: the second part of queries and keys, which only the kernel for few queries supports. If it
@@ -80,8 +80,8 @@ def attention_steps(
     few = rope is not None or isinstance(config, DecodeConfig)
     few = few or (config is None and decodes(problem, sizes))
     if few and a.attn_mask is not None and a.attn_mask.shape[1] > 1:
-        # A tile of this kernel has queries of all heads that share keys. A list of blocks cannot be
-        # used then, because the mask and its list differ from head to head.
+        # A tile of this kernel has queries of all heads that share keys. If each head has its own
+        # mask, each head also has its own list of blocks, so the tile can use none of them.
         a = replace(a, mask_blocks=None)
     else:
         a = yield from _with_list(a, target)
@@ -118,7 +118,7 @@ def _decode_kernel(
     problem: CacheProblem, sizes: AttentionSizes, target: Target, config: DecodeConfig | None
 ) -> tuple[DecodeConfig, Statics, Statics]:
     """Returns the tile sizes (`config`, if it is given), the constants of the attention kernel, and
-    the constants of the kernel that merges the parts of the keys."""
+    the constants of the kernel that merges the results of the parts of the keys."""
     config = config or decode_config(problem, sizes, target)
     shared = Statics(
         problem,

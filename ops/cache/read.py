@@ -33,7 +33,7 @@ class CacheRead:
     pair_flops: int = 0
 
     def bytes_of(self, present: int) -> int:
-        """Returns the bytes that are read if each sequence has `present` tokens."""
+        """Returns the number of bytes that are read if each sequence has `present` tokens."""
         read = self.capacity if self.whole else min(present, self.capacity)
         return self.token_bytes * self.sequences * read
 

@@ -58,7 +58,8 @@ _NOT_SHARED = {"peers": None, "steps": None, "rank": None}
 def all_reduce_residual_norm_steps(
     a: Any, target: Target, config: ReduceConfig | None = None
 ) -> Steps:
-    """Performs the steps of a call. config: tile sizes to use instead of the plan's."""
+    """Performs the steps of an `all_reduce_residual_norm` call. config: tile sizes to use instead
+    of the plan's."""
     tokens, most = a.x.shape[0], most_tokens(a.x.shape[1], a.num_ranks)
     results = ((yield Buffer.like(a.x)), (yield Buffer.like(a.x)))
     if tokens == 0:

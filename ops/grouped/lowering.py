@@ -50,7 +50,8 @@ def _chosen(
 def grouped_matmul_steps(
     a: GroupedMatmulArguments, target: Target, plan: GroupedPlan | None = None
 ) -> Steps:
-    """Performs the steps of a call. plan: a plan to use instead of the planner's."""
+    """Performs the steps of a `grouped_matmul` call. plan: a plan to use instead of the
+    planner's."""
     result = Buffer((a.x.shape[0], a.weight.shape[1]), a.result_dtype)
     # This op copies its weight if TMA cannot read it. `fused_moe` does not copy its two or three
     # weights, because the copies could fill the GPU's memory.

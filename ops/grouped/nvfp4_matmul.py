@@ -215,7 +215,7 @@ def grouped_nvfp4_steps(
     *,
     block_scaled: bool | None = None,
 ) -> Steps:
-    """Performs the steps of a call.
+    """Performs the steps of a `grouped_matmul_dynamic_scaled_nvfp4` call.
 
     config: the tile sizes to use instead of the planner's. block_scaled: whether the tensor core
     multiplies NVFP4 directly. If it is None, the tensor core does so if the target supports it.

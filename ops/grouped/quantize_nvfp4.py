@@ -120,7 +120,7 @@ CONFIG = QuantizeConfig()
 def quantize_nvfp4_steps(
     a: QuantizeNvfp4Arguments, target: Target, config: QuantizeConfig = CONFIG
 ) -> Steps:
-    """Performs the steps of a call."""
+    """Performs the steps of a `quantize_nvfp4` call."""
     packed, scales = fake(a)
     packed = yield Buffer.like(packed)
     scales = yield Buffer.like(scales)

@@ -113,7 +113,7 @@ def _kernels(problem: MoeProblem, plan: MoePlan) -> Kernels:
 def fused_moe_steps(
     a: FusedMoeArguments, target: Target, plan: MoePlan | DotsPlan | None = None
 ) -> Steps:
-    """Performs the steps of a call. plan: a plan to use instead of the planner's."""
+    """Performs the steps of a `fused_moe` call. plan: a plan to use instead of the planner's."""
     result = Buffer(a.x.shape, a.x.dtype)
     if a.expert_ids.numel() == 0 or a.x.numel() == 0:
         out = yield result

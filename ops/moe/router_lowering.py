@@ -32,7 +32,8 @@ _UNCHOSEN = dict.fromkeys(("bias", "correction", "weights", "ids", "counters"))
 def moe_router_steps(
     a: MoeRouterArguments, target: Target, config: RouterConfig | None = None
 ) -> Steps:
-    """Performs the steps of a call. config: tile sizes to use instead of the planner's."""
+    """Performs the steps of a `moe_router` call. config: tile sizes to use instead of the
+    planner's."""
     problem, num_tokens = router_problem(a), a.x.shape[0]
     weights, ids = fake(a)
     results = ((yield Buffer.like(weights)), (yield Buffer.like(ids)))

@@ -54,8 +54,8 @@ WEIGHTS = ("q_weight", "k_weight", "v_weight")
 
 
 def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Steps:
-    """Performs the steps of a call with one lowering, whatever a plan would choose. If the kernel
-    does not normalise x, an earlier step does."""
+    """Performs the steps of a `fused_qkv_paged` call with the given lowering, whatever a plan would
+    choose. If the kernel does not normalise x, an earlier step does."""
     q = yield result_buffer(call.a)
     if call.problem.input_norm is not None and not choice.norms_x:
         call = yield from _normed(call.a, target)

@@ -155,8 +155,8 @@ def apply_norm(
     """Normalises x [..., D] over each row or head, or x [T, H, D] over all heads of a token, in x's
     dtype.
 
-    kind: "rms" computes x / sqrt(mean(x²) + eps). "layer" computes the same after it subtracts the
-    mean from x. In both cases, the result is multiplied by `offset + weight`.
+    kind: "rms" computes x / sqrt(mean(x²) + eps). "layer" first subtracts the mean from x, and then
+    does the same. In both cases, the result is multiplied by `offset + weight`.
     """
     axes = (-2, -1) if width == "row" else (-1,)
     if kind == "layer":

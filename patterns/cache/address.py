@@ -205,7 +205,7 @@ def _roles(
     at = {dim: lead + i for i, dim in enumerate(order)}
     wide = [d for d in order if write.target.dims[d] != () or len(order) <= 3]
     if len(wide) < 2 or len(wide) > 3:
-        _refuse("CACHE_LAYOUT", f"{len(wide)} dimensions beside the slots", write.store)
+        _refuse("CACHE_LAYOUT", f"{len(wide)} dimensions besides the slots", write.store)
     *others, element = wide
     head = others[-1]
     page = others[0] if len(others) == 2 else None

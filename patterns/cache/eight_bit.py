@@ -142,7 +142,7 @@ def saturates(written: Written, dtype: torch.dtype) -> bool:
 
 
 def _unscaled(written: Written) -> Written | None:
-    """Handles `x / scale` or `x * scale`, if the scale does not depend on the projection."""
+    """Handles `x / scale` or `x * scale`, if the scale does not depend on a GEMM with a weight."""
     value = written.view.value
     if value.op not in ("aten.mul", "aten.div") or len(value.args) != 2 or value.kwargs:
         return None

@@ -90,8 +90,8 @@ def paged_slot(
 
 
 def block_table(flow: Dataflow, pages: View, offsets: View, page_size: Size) -> Slots | None:
-    """Returns the block table, if `pages` are looked up in one by the positions that `offsets` are
-    computed from; else None."""
+    """Returns slots that a block table, sequences and positions give. Returns None unless `pages`
+    are the entries of a block table at the positions from which `offsets` are computed."""
     positions = _position_of(offsets, page_size)
     found = _lookup(strip_integer_casts(pages))
     if positions is None or found is None:
@@ -106,8 +106,8 @@ def block_table(flow: Dataflow, pages: View, offsets: View, page_size: Size) -> 
 
 
 def slot_table(flow: Dataflow, slots: View, page_size: Size) -> Slots | None:
-    """Returns the block table of slots `page * page_size + offset`, if the pages are looked up in
-    one; else None."""
+    """Returns slots `page * page_size + offset` in the form of :func:`block_table`; None if the
+    pages are not entries of a block table."""
     value = slots.value
     if value.op != "aten.add" or len(value.operands) != 2 or value.kwargs:
         return None

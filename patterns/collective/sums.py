@@ -37,8 +37,8 @@ class RankSum:
 
 
 def match_rank_sum(value: Value) -> RankSum | None:
-    """Returns the sum over ranks, with the residual, that computes a value. Returns None for every
-    other value, and if there are too many tokens for ranks to read each other's rows."""
+    """Returns the description of a value that is a sum over ranks plus a residual. Returns None for
+    every other value, and if there are too many tokens for ranks to read each other's rows."""
     if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1:
         return None
     for side, residual in value.either_way:

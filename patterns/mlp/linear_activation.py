@@ -1,5 +1,5 @@
-"""The first half of an MLP: one or two linears that read the same activation, and the nonlinearity
-after them.
+"""The first half of an MLP: one or two linears that read the same input, and the activation
+function after them.
 
     y   = rms_norm(x) * norm_weight, or layer_norm(x) * norm_weight + norm_bias
     out = act(linear(y, gate_weight)) * linear(y, up_weight)     ⇒   linear_activation(x, ...)
@@ -41,7 +41,8 @@ _NAMES = (WEIGHT_NAMES, ("up_weight", "up_scale", "up_zero", "up_factor"))
 
 @dataclass(frozen=True)
 class LinearActivation:
-    """Matches the first half of an MLP: one or two linears, and the nonlinearity after them."""
+    """Matches the first half of an MLP: one or two linears, and the activation function after
+    them."""
 
     name: str = "linear_activation"
     op: str = "linear_activation"
@@ -49,16 +50,16 @@ class LinearActivation:
     takes_leftovers: bool = True
     optional: ClassVar[bool] = True  # without a kernel, PyTorch's products are good enough
     sought: ClassVar[Sought] = Sought(
-        f"nonlinearities after linears of at most {MOST_TOKENS} tokens (more with quantised "
+        f"activation functions after linears of at most {MOST_TOKENS} tokens (more with quantised "
         "weights): after one linear, or after a gate linear and an up linear",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
         before=frozenset({"product"}),
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...] | Missed]:
-        """Yields the activations of linears for few tokens, each with its linears. Leaves out
-        activations that are a part of another activation. Also yields a miss for each norm in front
-        of such a linear, if the op cannot compute this norm."""
+        """Yields the activation functions after linears for few tokens, each with the linears that
+        it reads. Leaves out an activation function that is a part of another one. Also yields a
+        miss for each norm in front of such a linear, if the op cannot compute this norm."""
         inside: set[Value] = set()
         for value in reversed(flow.values):
             activation = None if value in inside else _activation(value)
@@ -115,15 +116,15 @@ class LinearActivation:
 
 
 def _activation(value: Value) -> Activation | None:
-    """Returns the activation whose result is `value`, if the op has this activation; else None."""
+    """Returns the activation function whose result is `value`; None if the op does not have it."""
     activation = match_activation(value.whole)
     known = activation is not None and activation.name in ACTIVATIONS and not activation.limit
     return activation if known else None
 
 
 def _linears(value: Value, activation: Activation, flow: Dataflow) -> tuple[FewTokens, ...] | None:
-    """Returns the linears of an activation, with the gate first. Returns None if the op cannot
-    compute them."""
+    """Returns the linears that an activation function reads, with the gate first. Returns None if
+    the op cannot compute them."""
     views = _entering(activation)
     found = (match_few_tokens(view, target=flow.target) for view in views)
     linears = tuple(one for one in found if one is not None)
@@ -141,8 +142,8 @@ def _entering(activation: Activation) -> list[View]:
 
 
 def _unlike(activation: Activation) -> Missed | None:
-    """Returns the miss for a product of few tokens that an activation reads, if the product has a
-    form that the op does not support. Returns None if there is no such product."""
+    """Returns the miss for a product of few tokens that an activation function reads, if the
+    product has a form that the op does not support. Returns None if there is no such product."""
     found = (match_unlike(view) for view in _entering(activation))
     return next((one for one in found if one is not None), None)
 

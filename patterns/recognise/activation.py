@@ -1,4 +1,4 @@
-"""Recognises the activation between the two GEMMs of an MLP by its formula. The activation may be
+"""Recognises the activation function between the two GEMMs of an MLP by its formula. It may be
 gated or not."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _DEFAULT_ALPHA = 1.702
 
 @dataclass(frozen=True)
 class Activation:
-    """The activation `name(gate, up)`. The names are in `ops.moe.ACTIVATIONS`.
+    """The activation function `name(gate, up)`. The names are in `ops.moe.ACTIVATIONS`.
 
     Attributes:
         gate, up: The inputs. `up` is None if the activation is not gated.
@@ -63,7 +63,7 @@ _ACTIVATION = _CLAMPED_SWIGLU | _UNARY * tensor("up", holds=_is_not_activated) |
 
 
 def match_activation(view: View) -> Activation | None:
-    """Returns the activation whose result is `view`, or None."""
+    """Returns the activation function whose result is `view`, or None."""
     return _match_activation(view) if _ACTIVATION.may_match(view) else None
 
 

@@ -72,7 +72,7 @@ def test_a_code_of_ones_own_has_a_weight(monkeypatch):
     language.register_code("TESTS_DOUBT", "a doubt", weight="advice")
     language.register_code("TESTS_DOUBT", "a doubt", weight="advice")
     assert Miss("p", "TESTS_DOUBT", Stage.GUARDS, "m").weight == "advice"
-    with pytest.raises(ValueError, match="already is 'advice', got 'lost'"):
+    with pytest.raises(ValueError, match="is already 'advice', got 'lost'"):
         language.register_code("TESTS_DOUBT", "a doubt", weight="lost")
     with pytest.raises(ValueError, match="weight: expected"):
         language.register_code("TESTS_OTHER", "a doubt", weight="heavy")

@@ -19,8 +19,8 @@ def one_line(error: Exception) -> str:
 
 
 def _detail(message: str) -> str:
-    """Returns the part of Dynamo's message that explains the error that Dynamo met. Returns the
-    first line of a message that has no such part."""
+    """Returns the error that Dynamo met, as the explanation in Dynamo's message quotes it. Returns
+    the whole explanation if it quotes no error, and "" if the message has no explanation."""
     explained = re.search(r"^\s*Explanation: (.*)$", message, re.MULTILINE)
     if explained is None:
         return ""

@@ -73,7 +73,7 @@ def write_html(
     present: int | None = None,
     batches: Sequence[BatchRow] = (),
 ) -> None:
-    """Writes the page of a report. Raises OSError.
+    """Writes the page of a report. Raises OSError if the file cannot be written.
 
     audits: the audits of the report's kernels; empty if the kernels were not audited.
     present: the number of tokens in the caches of each sequence; None for full caches.

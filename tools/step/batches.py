@@ -85,8 +85,8 @@ class BatchRow:
 
 
 def weight_bytes(model: Any) -> int:
-    """Returns the bytes of the parameters and buffers of a model. Each storage counts once. Returns
-    0 for a plain function."""
+    """Returns the number of bytes of the parameters and buffers of a model. Each storage counts
+    once. Returns 0 for a plain function."""
     if not isinstance(model, torch.nn.Module):
         return 0
     sizes = {}

@@ -207,7 +207,7 @@ def _stored(kind: str, path: Path) -> list[Stored]:
 
 
 def _size(path: Path, status: os.stat_result) -> int:
-    """Returns the bytes that a file, or a folder with its contents, takes on disk."""
+    """Returns the number of bytes that a file, or a folder with its contents, takes on disk."""
     own = status.st_blocks * 512
     if not stat.S_ISDIR(status.st_mode):
         return own

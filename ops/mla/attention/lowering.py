@@ -38,8 +38,8 @@ _merge_statics = cache(kernels.merge_statics)
 
 
 def attention_steps(a: AttentionCall, target: Target, joined: torch.Tensor | None = None) -> Steps:
-    """Performs the steps of a call. The result is (out,), or (out, lse) if the call has return_lse.
-    Raises ArgumentError.
+    """Performs the steps of the attention of an MLA op. The result is (out,), or (out, lse) if the
+    call has return_lse. Raises ArgumentError.
 
     joined: a tensor [.., H, R + N + V] with as many keys as queries, of which the call's k and v
     are views. If it is given, the steps fill its rope columns, and cuDNN computes the attention.

@@ -55,8 +55,8 @@ def decode_steps(a: MlaDecodeArguments, target: Target) -> Steps:
 def absorbed_steps(
     a: MlaDecodeArguments, q_nope: torch.Tensor, q_rope: torch.Tensor, target: Target
 ) -> Steps:
-    """Performs the steps of a call whose queries come in two parts, [T, H, N] and [T, H, R]. Only
-    the dtype and shape of a.q are used."""
+    """Performs the steps of an `mla_decode` call whose queries come in two parts, [T, H, N] and [T,
+    H, R]. Only the dtype and shape of a.q are used."""
     if a.q.numel() == 0:
         out = yield Buffer((*a.q.shape[:2], a.v_dim), a.q.dtype)
         return Outcome(out, "nothing", "there are no queries, so nothing is launched")

@@ -1,4 +1,4 @@
-"""Tests that the emitted code computes the same as the template, and contains nothing
+"""Tests that the emitted code computes the same results as the template, and contains nothing
 superfluous."""
 
 import ast

@@ -1,5 +1,5 @@
-"""Tests the removal of copies and dead statements: random programs compute the same before and
-after."""
+"""Tests the removal of copies and dead statements: random programs compute the same results before
+and after."""
 
 import ast
 import random

@@ -1,5 +1,5 @@
-"""Ops compute the same from e8m0 scales of float8 codes as from the numbers that these stand for,
-in each kernel that reads scales, on Triton's interpreter.
+"""Ops compute the same results from e8m0 scales of float8 codes as from the numbers for which the
+scales stand, in each kernel that reads scales, on Triton's interpreter.
 
 `tests/codegen/test_code_points.py` has all 256 scales.
 """
