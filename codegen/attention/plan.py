@@ -242,7 +242,7 @@ def _step_s(
     if problem.rounding is not None:
         return ROUNDED_STEP_S * (1 if waves == 1 else waves / 2 * ROUNDED_PAIR)
     block_bytes = config.block_n * problem.key_bytes
-    reading = (min(load, 1) if waves == 1 else waves) * block_bytes / sm_bytes_per_s
+    reading = (load if waves == 1 else waves) * block_bytes / sm_bytes_per_s
     if not problem.latent:
         return max(reading / MEMORY_SHARE, STEP_S + block_bytes / STEP_BYTES_PER_S)
     products = waves * config.rows * LATENT_ROW_S

@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -470,9 +470,19 @@ def run(family: str, seeds: Iterable[int], dynamo_every: int = 0) -> Tally:
     return tally
 
 
-def task(family: str, first: int, stop: int, dynamo_every: int) -> Tally:
-    """Calls `run` in a separate process."""
-    # Dynamo and fake tensors warn about programs that are drawn again.
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Turns off warnings. Dynamo and fake tensors warn about programs that are drawn again."""
+    before = logging.root.manager.disable
     logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def task(family: str, first: int, stop: int, dynamo_every: int) -> Tally:
+    """Calls `run`, for a process that has one thread."""
     torch.set_num_threads(1)
-    return run(family, range(first, stop), dynamo_every)
+    with quiet():
+        return run(family, range(first, stop), dynamo_every)

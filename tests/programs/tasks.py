@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 
 import torch
 
 from tests.programs import exported, in_place, modes, outside
 from tests.programs.families import FAMILIES
-from tests.programs.run import task
+from tests.programs.run import quiet, task
 from tests.programs.tally import Tally
 
 #: Families whose programs are not randomly changed models. Each has a separate judge.
@@ -25,6 +24,6 @@ def run_task(family: str, first: int, stop: int, dynamo_every: int) -> Tally:
     """Runs the seeds of a family in a separate process."""
     if family in FAMILIES:
         return task(family, first, stop, dynamo_every)
-    logging.disable(logging.ERROR)
     torch.set_num_threads(1)
-    return OTHERS[family](range(first, stop))
+    with quiet():
+        return OTHERS[family](range(first, stop))

@@ -55,12 +55,14 @@ def blocks_to_visit(
     MASK: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns the blocks of BLOCK_N keys that the tile with query first_row visits.
+    """Returns the blocks of BLOCK_N keys that a tile of queries visits. first_row: the first query
+    of the tile.
 
-    The result is (list entries of the tile or None, first block, first whole block, number of whole
-    blocks, number of all blocks, number in memory of the first whole block). If there is a list of
-    blocks (blocks_ptr), it has blocks of KEYS keys, and the second and the third number are indices
-    into the list.
+    The result has six items: a pointer to the tile's entries of the list, or None; the first block;
+    the first whole block; how many whole blocks there are; how many blocks there are; the index of
+    the first whole block among the blocks of the sequence. If there is a list of blocks
+    (blocks_ptr), its blocks have KEYS keys, and the second and the third item are indices into the
+    list.
     """
     if blocks_ptr is None:
         first, whole, num_whole, num_blocks = block_range(

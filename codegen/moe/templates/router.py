@@ -199,9 +199,9 @@ def moe_router(
     EXPERT_TILES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, CHOOSES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes a router from x [num_tokens, HIDDEN] and weight [NUM_EXPERTS, HIDDEN], and stores
-    weights and ids [num_tokens, NUM_SLOTS]. If not CHOOSES, it only stores the parts of the logits
-    to the workspace.
+    """Multiplies x [num_tokens, HIDDEN] by the weight of a router [NUM_EXPERTS, HIDDEN], chooses
+    experts, and stores their weights and ids [num_tokens, NUM_SLOTS]. If not CHOOSES, it only
+    stores the parts of the logits to the workspace.
 
     Grid (cdiv(num_tokens, BLOCK_T) * EXPERT_TILES * SPLITS,). A program multiplies BLOCK_T tokens
     by BLOCK_E experts over STEPS * BLOCK_K columns. It stores [BLOCK_T, BLOCK_E] of the workspace

@@ -1,9 +1,9 @@
 """The epilogue of a QKV projection: bias, clipping, QK norm, rotary embedding, store.
 
 The projection kernels call these functions on their accumulators, and `qkv_epilogue` calls them on
-the q, k and v that a library GEMM has computed. Values are the two tiles that `loads` describes. If
-there is a `head_limit`, a norm covers all heads. All arithmetic is fp32, and values are rounded
-only when they are stored.
+the q, k and v that a library GEMM has computed. Each head is in two tiles, `low` and `high`, as the
+module `loads` describes. If `head_limit`, a number of heads, is given, a norm covers this many
+heads together. All arithmetic is fp32, and values are rounded only when they are stored.
 """
 
 import triton

@@ -196,7 +196,7 @@ def test_what_no_kernel_takes_goes_to_the_reference():
     a = sample_inputs(GROUPED_CASES[0])
     for other, why in (
         (replace(a, x=a.x[:, :63], weight=a.weight[..., :63].contiguous()), "weight: strides"),
-        (replace(a, x=torch.zeros(79, 73, dtype=a.x.dtype)[:, :72]), "x: rows 73"),
+        (replace(a, x=torch.zeros(79, 73, dtype=a.x.dtype)[:, :72]), "x: the stride of rows, 73"),
         (sample_inputs(GroupedCase("single", dtype=torch.float32)), "torch.float32"),
     ):
         choice = OP.choose("cuda", other)

@@ -85,9 +85,9 @@ UNEVEN = {
     "gate_weight: with strides": (
         DENSE, {name: spread(getattr(DENSE, name)) for name in ("gate_weight", "up_weight")},
     ),
-    "bias: of": (DENSE, {"down_bias": DENSE.down_bias.float()}),
-    "scale: of": (FP8, {"down_scale": FP8.down_scale.bfloat16()}),
-    "48 columns": (
+    "up_bias, down_bias: dtypes": (DENSE, {"down_bias": DENSE.down_bias.float()}),
+    "up_scale, down_scale: dtypes": (FP8, {"down_scale": FP8.down_scale.bfloat16()}),
+    "columns that divide 64 or are divided by it, got 48": (
         INT4,
         {
             "scale_block": [1, 48], "gate_scale": torch.ones(3, 96, 4),

@@ -82,7 +82,7 @@ def test_on_other_chips_nothing_changes(target, tokens_of):
 @pytest.mark.parametrize(
     ("form", "why"),
     [
-        (quantized.nf4, "the codes stand for numbers of the table nf4"),
+        (quantized.nf4, "16 columns of codes of a table share a scale"),
         (quantized.awq, "the weight is contiguous along N, not along K"),
         (quantized.gptq, "the weight is contiguous along N, not along K"),
         (quantized.int8_with_zeros, "the zeros are not integers of four bits"),
