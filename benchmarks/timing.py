@@ -71,5 +71,6 @@ def cpu_us(call: Callable[[], Any], calls: int = 100) -> float:
 def keep(name: str, rows: Sequence[Mapping[str, Any]], folder: Path | None = None) -> Path:
     """Writes `name`.json with the environment and the rows. Returns its path."""
     path = (folder or RESULTS) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(environment() | {"rows": list(rows)}, indent=2) + "\n")
     return path

@@ -348,14 +348,6 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
     {target.name: target for target in (SM100, SM103, SM120, SM90, SM89, SM86, SM80, INTERPRET)}
 )
 
-
-def sm_rate(target: Target) -> float:
-    """Returns the share of the memory rate that one multiprocessor has, in bytes/s. The interpreter
-    has the share of an H200, so that plans for the interpreter are plans for a chip."""
-    chip = target if target.hbm_bytes_per_s else SM90
-    return chip.hbm_bytes_per_s / chip.num_sms
-
-
 _BY_CAPABILITY = {target.capability: target for target in TARGETS.values()}
 
 
@@ -392,6 +384,13 @@ def not_a_target(name: object, known: Iterable[str]) -> str:
     """Returns a message about an unknown name, with the known names and a suggestion."""
     near = did_you_mean(name, (*known, *PRODUCTS))
     return f"expected one of {list(known)} or a product such as 'h100', got {name!r}{near}"
+
+
+def sm_rate(target: Target) -> float:
+    """Returns the share of the memory rate that one multiprocessor has, in bytes/s. The interpreter
+    has the share of an H200, so that plans for the interpreter are plans for a chip."""
+    chip = target if target.hbm_bytes_per_s else SM90
+    return chip.hbm_bytes_per_s / chip.num_sms
 
 
 def gpu_targets() -> list[Target]:

@@ -316,18 +316,19 @@ def lookup_assembly(rounded: Sequence[int], rests: Sequence[int]) -> str:
 def _looked_up(out: str, words: Sequence[int]) -> list[str]:
     """Returns the instructions that put the 16-bit numbers of the two codes into a register. A
     register s has the low three bits of the codes, and m tells which codes are at least 8."""
-    bytes_of = [word & 0xFFFFFFFF for word in words]
-    low, high = (
-        [
-            f"prmt.b32 {one}, {first:#x}, {second:#x}, s;",
-            f"prmt.b32 c, {third:#x}, {fourth:#x}, s;",
-            f"lop3.b32 {one}, m, c, {one}, 0xCA;",
-        ]
-        for one, (first, second, third, fourth) in zip(
-            "ab", (bytes_of[:4], bytes_of[4:]), strict=True
-        )
-    )
-    return [*low, *high, f"prmt.b32 {out}, a, b, 0x6240;"]
+    low, high = words[:4], words[4:]
+    return [*_bytes_of("a", low), *_bytes_of("b", high), f"prmt.b32 {out}, a, b, 0x6240;"]
+
+
+def _bytes_of(out: str, words: Sequence[int]) -> list[str]:
+    """Returns the instructions that put one byte of the numbers of the two codes into a register.
+    words: this byte of all 16 numbers."""
+    first, second, third, fourth = (f"{word & 0xFFFFFFFF:#x}" for word in words)
+    return [
+        f"prmt.b32 {out}, {first}, {second}, s;",
+        f"prmt.b32 c, {third}, {fourth}, s;",
+        f"lop3.b32 {out}, m, c, {out}, 0xCA;",
+    ]
 
 
 def nibble_order(q: Quantization) -> int:

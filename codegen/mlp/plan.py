@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
@@ -398,7 +399,7 @@ def _reading_time(rows: int, tiling: Tiling, target: Target) -> float:
     """Returns the time in which programs read all rows, one program on a multiprocessor at a time.
     The unit of the result is the time in which the whole chip reads one row at the full memory
     rate."""
-    reading = cdiv(int(target.hbm_bytes_per_s), int(PROGRAM_BYTES_PER_S))
+    reading = math.ceil(target.hbm_bytes_per_s / PROGRAM_BYTES_PER_S)
     waves, last = divmod(tiling.parts * cdiv(rows, tiling.block_n), target.num_sms)
     programs = waves * target.num_sms + (max(last, reading) if last else 0)
     return tiling.block_n * programs / tiling.parts * (1 + PARTS_TIME * (tiling.parts - 1))

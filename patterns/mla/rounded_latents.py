@@ -105,5 +105,6 @@ def _is_faster(attention: Attention, keys: LatentKeys) -> bool:
         "rank": keys.latents.shape[-1],
     }
     known = {name: size for name, size in sizes.items() if isinstance(size, int)}
-    known["sequences"] = sequences if isinstance(sequences, int) else 0
-    return len(known) > len(sizes) and is_faster(**known)
+    if len(known) < len(sizes):
+        return False
+    return is_faster(**known, sequences=sequences if isinstance(sequences, int) else 0)

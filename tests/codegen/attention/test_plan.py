@@ -31,6 +31,12 @@ ROUNDED = replace(LATENTS, rounding=RowRounding(128, 0.0, 0.0, 1e-12))
 H100 = replace(SM90, hbm_bytes_per_s=2.95e12)
 
 
+def parts(problem: CacheProblem, sequences: int, keys: int) -> tuple[int, ...]:
+    """Returns the numbers of parts of the plans for an H100 and an H200."""
+    sizes = AttentionSizes(sequences, 1, keys)
+    return tuple(decode_config(problem, sizes, target).splits for target in (H100, SM90))
+
+
 @pytest.mark.parametrize(
     ("problem", "sequences", "keys", "on_h100", "on_h200"),
     [
@@ -38,6 +44,7 @@ H100 = replace(SM90, hbm_bytes_per_s=2.95e12)
         (LATENTS, 8, 2048, 16, 16),
         (LATENTS, 32, 2048, 4, 8),
         (LATENTS, 64, 1024, 2, 4),
+        (MANY_LATENTS, 1, 2048, 32, 32),
         (MANY_LATENTS, 8, 2048, 8, 8),
         (MANY_LATENTS, 64, 1024, 1, 1),
         (ROUNDED, 1, 1024, 64, 64),
@@ -52,9 +59,7 @@ def test_parts_of_latents(
 ) -> None:
     """Two programs share a multiprocessor if they round latents. If they only read them, two
     programs are faster where the memory is faster than one of them."""
-    sizes = AttentionSizes(sequences, 1, keys)
-    assert decode_config(problem, sizes, H100).splits == on_h100
-    assert decode_config(problem, sizes, SM90).splits == on_h200
+    assert parts(problem, sequences, keys) == (on_h100, on_h200)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +81,7 @@ def test_parts_of_keys(
     problem: CacheProblem, sequences: int, keys: int, on_h100: int, on_h200: int
 ) -> None:
     """Keys get as many parts as were the fastest, or within 5 % of the fastest tiles."""
-    sizes = AttentionSizes(sequences, 1, keys)
-    assert decode_config(problem, sizes, H100).splits == on_h100
-    assert decode_config(problem, sizes, SM90).splits == on_h200
+    assert parts(problem, sequences, keys) == (on_h100, on_h200)
 
 
 @pytest.mark.parametrize(("keys", "stages"), [(1024, 2), (4096, 3)])
