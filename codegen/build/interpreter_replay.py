@@ -51,11 +51,14 @@ _IMPURE = (
 )
 # The module of the enumerations that calls are given.
 _IR = interpreter._ir.PADDING_OPTION.__module__
-# The fewest programs of a launch that is recorded.
-_FEWEST_PROGRAMS = 3
-# The most branches of a launch, and the most bytes of the results of a program. The results are
-# kept until the program ends.
-_MOST_BRANCHES, _MOST_BYTES = 64, 1 << 28
+# The fewest programs of a launch that is recorded. In a small grid, each program often takes a
+# branch of its own, for example if a kernel starts one program for each SM.
+_FEWEST_PROGRAMS = 4
+# How many more programs may be recorded than replayed. Recording makes a program slower by a
+# quarter.
+_MOST_BRANCHES = 8
+# The most bytes of the results of a program. They are kept until the program ends.
+_MOST_BYTES = 1 << 28
 
 
 class _Unknown(Exception):
@@ -181,15 +184,17 @@ class _Recorder:
         try:
             for place, operand in enumerate(operands):
                 number = self.numbers.get(id(operand))
-                rebuild = None if number is not None else self.rebuilt(operand)
                 if number is not None:
                     places.append((place, number))
-                elif rebuild is not None:
-                    nested.append((place, rebuild))
-                else:
+                elif type(operand) is TensorHandle:
                     continue
+                else:
+                    rebuild = self.rebuilt(operand)
+                    if rebuild is None:
+                        continue
+                    nested.append((place, rebuild))
                 given[place] = None
-            if any(self.rebuilt(value) is not None for value in named.values()):
+            if named and any(self.rebuilt(value) is not None for value in named.values()):
                 raise _Unknown
         except _Unknown:
             self.usable = False
@@ -261,12 +266,15 @@ def _recorded() -> dict[type, list[str]]:
 
 
 class _Programs:
-    """The programs of a launch: a function that runs the next one."""
+    """The programs of a launch: a function that runs the next one.
+
+    unpaid: how many more programs were recorded than replayed.
+    """
 
     def __init__(self, function: Callable) -> None:
         self.function = function
         self.root: _Branch | None = None
-        self.usable, self.branches = True, 0
+        self.usable, self.unpaid = True, 0
 
     def __call__(self, **arguments: Any) -> None:
         if not self.usable:
@@ -276,14 +284,16 @@ class _Programs:
             self.record(self.root, [], arguments)
         else:
             made = self.replay(self.root)
-            if made is not None:
+            if made is None:
+                self.unpaid -= 1
+            else:
                 self.record(self.root, made, arguments)
 
     def record(self, root: _Branch, made: Sequence[Any], arguments: dict[str, Any]) -> None:
         recorder = _Recorder(root, made)
         recorder.run(self.function, arguments)
-        self.branches += 1
-        self.usable = recorder.usable and self.branches < _MOST_BRANCHES
+        self.unpaid += 1
+        self.usable = recorder.usable and self.unpaid < _MOST_BRANCHES
 
     def replay(self, branch: _Branch) -> list[tuple[Any, Any]] | None:
         """Makes the calls of a program. Returns None if all were made, or pairs (event, result) up

@@ -241,6 +241,7 @@ def summed(x_ptr, counts_ptr, out_ptr, sum_ptr, N: tl.constexpr):
         # Each of the counts 3, 0 and 1 is a branch.
         pytest.param({}, 3, id="replayed"),
         pytest.param({"_MOST_BRANCHES": 2}, 2, id="branches"),
+        pytest.param({"_MOST_BRANCHES": 3}, 3, id="a branch that is replayed"),
         pytest.param({"_MOST_BYTES": 0}, 1, id="bytes"),
         pytest.param({"_FEWEST_PROGRAMS": 7}, 0, id="programs"),
     ],
