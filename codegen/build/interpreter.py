@@ -64,7 +64,7 @@ def fp8_numbers(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def _is_bf16(handle: TensorHandle) -> bool:
-    return handle.dtype.scalar.is_bf16()
+    return handle.dtype.scalar.name == "bf16"
 
 
 def _widened(handle: TensorHandle) -> TensorHandle:
@@ -83,7 +83,10 @@ def _in_fp32(original: Callable, operands: int) -> Callable:
 
     @functools.wraps(original)
     def method(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> TensorHandle:
-        if not any(_is_bf16(arg) for arg in args[:operands]):
+        for arg in args[:operands]:  # without a generator, which would take longer than the sum
+            if _is_bf16(arg):
+                break
+        else:
             return original(self, *args, **kwargs)
         wide = [_widened(arg) for arg in args[:operands]]
         return _rounded(original(self, *wide, *args[operands:], **kwargs))
