@@ -66,7 +66,7 @@ def numbers(row: Row) -> str:
 
 
 def unaccounted(row: Row) -> str:
-    """Returns the number of points of the census, over both phases, that nothing accounts for."""
+    """Returns the number of census points that nothing accounts for, in both phases together."""
     counted = [step["unaccounted"] for step in steps_of(row) if "unaccounted" in step]
     return str(sum(map(len, counted))) if counted else NONE
 
