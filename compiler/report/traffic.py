@@ -250,7 +250,8 @@ class _Memory:
 
 def _alive(graph: fx.Graph) -> set[fx.Node]:
     """Returns the nodes whose results the outputs of the graph depend on. Also returns the nodes
-    that write to memory that the graph does not allocate, or on which the outputs depend."""
+    that write to memory, if the graph does not allocate this memory or if the outputs depend on
+    it."""
     shared = _shared_storages(graph)
 
     def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
