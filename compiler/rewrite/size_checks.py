@@ -1,5 +1,5 @@
-"""Erases Dynamo's checks of a size that depends on data, if no other node reads the tensor any
-more.
+"""Erases Dynamo's checks of a size that depends on data, if no other node reads the tensor of that
+size any more.
 
 For `where(mask)`, the checks say that `where` finds between 0 and `mask.numel()` places:
 
