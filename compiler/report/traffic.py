@@ -201,8 +201,8 @@ class _Memory:
     makers: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
     writes: dict[fx.Node, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     puts: dict[fx.Node, Put] = field(default_factory=dict)
-    # Some views have a separate storage among the fake tensors. This maps such a storage to the
-    # storage of the view's source.
+    # Some views have a separate storage among the fake tensors. This dictionary maps such a storage
+    # to the storage of the view's source.
     aliases: dict[int, int] = field(default_factory=dict)
 
     @classmethod
