@@ -14,8 +14,8 @@ from torch import fx
 
 
 def compile_isolated(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Returns the model compiled by torch.compile, with its own recompile limit if this torch
-    offers that."""
+    """Returns the model compiled by torch.compile. If this release of torch has recompile limits
+    for single functions, the compiled model gets a limit of its own."""
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(model, **options)

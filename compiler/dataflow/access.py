@@ -250,7 +250,7 @@ def has_symbols(node: fx.Node) -> bool:
 
 
 def _is_torchs(node: fx.Node) -> bool:
-    """Whether a call is of a method, or of a function that comes with torch. A function that Dynamo
+    """Whether a node calls a method, or a function that comes with torch. A function that Dynamo
     wraps (`nonstrict_trace`, an allowed autograd.Function) counts as the user's own."""
     if node.op == "call_method":
         return True

@@ -82,8 +82,8 @@ def defer_stop_check(model: nn.Module) -> bool:
     """Makes `generate()` of this model read one step late whether to stop, on CUDA.
 
     model: a model of transformers with `generate()`, on any device. Returns whether the model was
-    changed. If transformers or the model's class lacks something that this needs, the model stays
-    as it is, and a warning names what is missing. Raises TypeError for other models.
+    changed. If transformers or the model's class lacks something that the deferred check needs, the
+    model stays as it is, and a warning names what is missing. Raises TypeError for other models.
 
     Tokens, scores, returned caches and the state of the device's random generator are the same as
     with a check at every step. After an EOS or a stop string the model runs once more, and what
