@@ -132,8 +132,9 @@ def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def wrapping_of(tensor: torch.Tensor) -> str:
-    """Returns the metadata of a subclass besides the tensors inside it (for a DTensor its mesh and
-    its placements), and the layouts of these tensors. The text is empty for a plain tensor."""
+    """Returns a text that describes a tensor subclass: the layouts of the tensors inside it, and
+    its other metadata (for a DTensor its mesh and its placements). The text is empty for a plain
+    tensor."""
     if not is_subclass(tensor):
         return ""
     _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]

@@ -33,8 +33,8 @@ MAX_REMEMBERED = 1024
 class Access:
     """The effects that a node may have on memory.
 
-    written: the tensors whose elements the node may change. They are the tensors that the graph
-        holds.
+    written: the tensors whose elements the node may change. They are the example values of the
+        graph's nodes, not copies of them.
     everything: whether the node may also change tensors other than its arguments.
     reshaped: the tensors to which the node gives another shape, other strides or another storage in
         place, as `set_` does.
