@@ -259,8 +259,8 @@ def decoded(
         # Bytes 4 to 7 are the bytes of the word after a shift by one nibble.
         select = (even_byte + 4 - even % 2 * 4) << 4 | (odd_byte + 4 - odd % 2 * 4) << 12
     elif CODES == "table":
-        # Bytes 4 to 7 are the bytes of the word after a shift by one nibble to the right.
-        select = even_byte + even % 2 * 4 | (odd_byte + odd % 2 * 4) << 4
+        # One byte holds both codes of a pair. Bytes 4 to 7 belong to the word eight rows below.
+        select = even_byte | even_byte + 4 << 4
     elif CODES == "e4m3":
         # Each byte goes to the top of its half.
         select = 0x0004 | even_byte << 4 | 0x0400 | odd_byte << 12
@@ -269,9 +269,9 @@ def decoded(
     chosen = gl.broadcast(select.expand_dims(0), codes)[0]
     if CODES == "table":
         numbers = gl.inline_asm_elementwise(
-            LOOKUP, "=r,r,r,r,r,r,r",
+            LOOKUP, "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
             [codes, chosen, spread(high, codes, GROUPS, TILE), spread(low, codes, GROUPS, TILE)],
-            dtype=gl.bfloat16, is_pure=True, pack=2,
+            dtype=gl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
     elif CODES == "e2m1":
         # Move the sign and the other three bits of a nibble to the sign and the low exponent bits
@@ -660,7 +660,7 @@ def mixed_linear(
 
     Args:
         CODES: The kind of codes: "nibbles", "bytes", "e4m3", "e2m1" or "table".
-        LOOKUP: For "table", the assembly that looks up the numbers of a pair of codes and
+        LOOKUP: For "table", the assembly that looks up the numbers of two pairs of codes and
             multiplies them by their scales.
         UNIT_OF_CODES: The number that a decoded 1 stands for.
         ORDER: Which nibble of a word holds each code; one hexadecimal digit for each code.
