@@ -23,8 +23,9 @@ BLOCK_N = 128
 BLOCK_K = 64
 # The number of weight rows that one warp group computes.
 ROWS = BLOCK_N // 2
-# The number of columns whose scales are loaded together, if at least this many columns share a
-# scale.
+# The number of columns of an iteration of the loop over K. With two steps, the weights of the
+# current and of the next product have registers of their own, and are not copied. The scales of
+# these columns are loaded together if all of the columns share a scale.
 UNIT = 128
 # The number of consecutive row tiles that are computed for the same tokens before the next tokens.
 GROUP = 8
@@ -285,7 +286,8 @@ def mixed_constants(
         "SCALE_ROWS": rows,
         "SCALE_COLUMNS": min(columns, problem.k),
         "SCALE": problem.scale,
-        "UNIT": UNIT if columns >= problem.k or columns % UNIT == 0 else BLOCK_K,
+        "UNIT": UNIT,
+        "SPAN": UNIT if columns >= problem.k or columns % UNIT == 0 else BLOCK_K,
         "BLOCK_K": BLOCK_K,
         "GROUP": GROUP,
         **strides,
