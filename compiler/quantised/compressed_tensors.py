@@ -89,7 +89,7 @@ class CompressedLinear(CodedLinear):
         return self.weight_scale
 
     def zeros(self) -> torch.Tensor | None:
-        """Returns the zero points in the shape of the scales."""
+        """Returns the zero points in the shape of the scales, or None if the weight has none."""
         return getattr(self, "weight_zero_point", None)
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:

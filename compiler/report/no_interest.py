@@ -72,7 +72,8 @@ class Behind:
     returned: whether the graph returns a value on the way.
     activated: whether an activation is applied on the way.
     added: whether a tensor is added that is not computed from the value.
-    gated: whether two tensors that are computed from the value are multiplied.
+    gated: whether the value, or a value on the way, is an elementwise product of two tensors of its
+        own shape.
     """
 
     ends: tuple[Value, ...]

@@ -188,7 +188,8 @@ def _wide(write: Writer, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
 
 
 def _looked_up(node: fx.Node, tables: set[fx.Node]) -> tuple[fx.Node, list[Any]] | None:
-    """Returns (table, an index for each of its dimensions) for `table[i][j]` and `table[i, j]`."""
+    """Returns (table, an index for each of its dimensions) for `table[i][j]` and `table[i, j]`.
+    Returns None for any other node."""
     at: list[Any] = []
     held = node
     while held not in tables:

@@ -46,7 +46,7 @@ DynamicOption = Annotated[
 
 def target_name(given: str | None) -> str | None:
     """Returns the name of the target for which `given` stands. `given` may be the name of a target
-    or of a product. Returns any other name unchanged."""
+    or of a product. Returns any other name, and None, unchanged."""
     target = find_target(given)
     return given if target is None else target.name
 
