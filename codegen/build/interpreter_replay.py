@@ -29,16 +29,14 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.interpreter import (
-    BlockPointerHandle,
-    GridExecutor,
-    InterpreterBuilder,
-    TensorDescHandle,
-    TensorHandle,
-)
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
-# What a call returns, and what it is given besides constants.
-_HANDLES = (TensorHandle, BlockPointerHandle, TensorDescHandle)
+# What a call returns, and what it is given besides constants. Triton 3.8 has no block pointers.
+_HANDLES: tuple[type, ...] = tuple(
+    getattr(interpreter, name)
+    for name in ("TensorHandle", "BlockPointerHandle", "TensorDescHandle")
+    if hasattr(interpreter, name)
+)
 # Operands that are the same in every program, by their types.
 _CONSTANTS = (
     *(bool, int, float, str, bytes, type(None), type, Enum, np.generic, np.dtype),
