@@ -1,8 +1,8 @@
 """The dataflow that patterns read: values, the views between them, and explicit memory.
 
-`compiler.dataflow` builds a :class:`Dataflow` from a Dynamo graph. Layout is not an operation here:
-the operands of a value are :class:`View`s, and a view says which elements of which value it
-selects. An in-place write is a value of its own, a `store`. Every later reader of the memory has
+`compiler.dataflow` builds a :class:`Dataflow` from a Dynamo graph. Layout is not an operation here.
+Instead, the operands of a value are :class:`View`s, and a view says which elements of which value
+it selects. An in-place write is a value of its own, a `store`. Every later reader of the memory has
 this value as an operand.
 """
 
@@ -232,7 +232,7 @@ class Computed:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """A region of storage. The node whose tensor covers it identifies the region.
+    """A region of storage. The region is identified by the node whose tensor covers it.
 
     Attributes:
         root: The placeholder, or the node that allocated the region.
@@ -441,7 +441,7 @@ class Dataflow:
         through: Callable[[Value], bool] = lambda value: True,
     ) -> list[Value]:
         """Returns `value` and the values that are computed from it through values that `through`
-        accepts, the nearest first. Values that it does not accept are not returned.
+        accepts, the nearest first. Values that `through` does not accept are not returned.
 
         reach: the largest number of values; None for all values.
         """

@@ -287,11 +287,11 @@ def _table_constants(name: str) -> tuple[str, float]:
 def lookup_assembly(rounded: Sequence[int], rests: Sequence[int]) -> str:
     """Returns PTX that looks up the numbers of two codes, and multiplies each by its scale.
 
-    Operands: $1 is a word of codes, $3 chooses the two bytes whose low nibbles are the codes, out
-    of the bytes of the word and of the word shifted right by one nibble. $5 and $6 are the two
-    scales in bfloat16 and their rounding errors. The result $0 has two bfloat16 numbers, each of
-    which is rounded once: the sums of a number of the table and its rounding error are exact to
-    about 16 bits.
+    The operand $1 is a word of codes. The operand $3 selects two of eight bytes: those of the word,
+    and those of the word shifted right by one nibble. The low nibbles of the two bytes are the
+    codes. The operand $5 holds the two scales in bfloat16, and $6 holds the rounding errors of the
+    scales. The result $0 has two bfloat16 numbers. Each is rounded once, because the sum of a
+    number of the table and its rounding error is exact to about 16 bits.
 
     rounded, rests: the words of :func:`tilewright.codegen.formats.bfloat16_table`.
     """

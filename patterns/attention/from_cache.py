@@ -1,8 +1,8 @@
 """Distinguishes attention to a cache, which comes from outside of the graph, from attention to new
 keys.
 
-If attention to a cache is not matched, the miss counts as lost, because the graph reads the whole
-cache, while the op would read only a part of the cache.
+If attention to a cache is not matched, the miss counts as lost: the graph reads the whole cache,
+while the op would read only a part of the cache.
 """
 
 from __future__ import annotations

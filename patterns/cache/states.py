@@ -44,7 +44,7 @@ def _walk_tokens(value: Value, axes: set[int | None]) -> bool:
     axis of a convolution's state [batch, channels, width].
 
     An axis runs over tokens if the value is concatenated with earlier tokens along this axis, or if
-    the value is a projection and the axis is not the one of its features.
+    the value is a projection and the axis is not the axis of the features.
     """
     for _ in range(_REACH):
         if len(axes) != 1 or value.op not in _BY_ELEMENT:

@@ -2,8 +2,8 @@
 
     w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk] * factor
 
-This is computed in fp32 and rounded once. Nibbles may have any order. Strides and blocks of scales
-may have any size.
+The weight is computed in fp32 and rounded once. Nibbles may have any order. Strides and blocks of
+scales may have any size.
 """
 
 import triton
