@@ -249,9 +249,10 @@ SM103 = replace(
     sm_name="sm_103a",
 )
 
-# The opcodes of chips whose newest tensor-core instruction is mma.sync: for 16-bit floats, and for
-# 16-bit and 8-bit floats. sm120 also has mma.sync for NVFP4, which tilewright does not emit.
+# The opcodes for 16-bit floats of chips whose newest tensor-core instruction is mma.sync.
 _HALVES_BY_MMA_SYNC = (("bf16", "HMMA"), ("fp16", "HMMA"))
+# The opcodes for 16-bit and 8-bit floats of chips whose newest tensor-core instruction is mma.sync.
+# sm120 also has mma.sync for NVFP4, which tilewright does not emit.
 _FP8_BY_MMA_SYNC = (*_HALVES_BY_MMA_SYNC, ("fp8e4nv", "QMMA"), ("fp8e5", "QMMA"))
 
 SM120 = Target(

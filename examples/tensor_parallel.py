@@ -45,7 +45,7 @@ CONFIG = LlamaConfig(
     max_position_embeddings=128,
 )
 PROMPT, STEPS, CACHE_LENGTH = 9, 3, 64
-#: The patterns that must match in each layer, once each.
+#: The patterns that must match once in each layer.
 WANTED = ("qkv_cache", "cache_attention")
 # The fused model's error may exceed the error of the model without tilewright by this much, which
 # is one rounding of bfloat16 (8 bits).

@@ -26,9 +26,11 @@ from tilewright.codegen.kernel import strides_of
 QUERIES = 128
 KEYS = 64
 
-# The module's docstring explains LOWEST, ORDINARY and LOGIT, which are in units of E.
+# In units of E, which the module's docstring explains: the largest finite number that hides a key.
 LOWEST = -1.75
+# In units of E: the smallest ordinary number of a mask.
 ORDINARY = -0.125
+# In units of E: the largest magnitude that a logit may have.
 LOGIT = 0.5
 
 # The strides of a mask tensor [B, H, S, K], which are known at the launch.

@@ -52,6 +52,7 @@ log = logging.getLogger("tilewright")
 _failed: set[KernelSpec] = set()
 # Operands that stand for the ranks' shared memory as long as that memory does not exist.
 _SHARED = {"peers": Operand("i64"), "steps": Operand("i32"), "rank": 0}
+# The same operands for a kernel that uses no shared memory.
 _NOT_SHARED = {"peers": None, "steps": None, "rank": None}
 
 

@@ -14,6 +14,7 @@ from tilewright.patterns.recognise.gemm import match_gemm
 # Operations of a recurrence: a decay, and products of two activations. The computation of keys and
 # values has neither.
 _RECURRENT = frozenset(f"aten.{name}" for name in ("exp", "cumsum", "matmul", "bmm", "einsum"))
+# Operations that `_walk_tokens` follows back from a value.
 _BY_ELEMENT = frozenset(f"aten.{name}" for name in ("add", "sub", "mul", "silu", "cat", "pad"))
 _BY_ELEMENT |= {"cast"}
 _REACH = 64

@@ -51,10 +51,11 @@ NVFP4_BLOCK = 16
 NVFP4_COLUMNS = 32
 # A row of codes must take a multiple of this number of bytes.
 ALIGNED_BYTES = 16
-# A bfloat16 product with fewer than SHORT_INNER inner columns, and with MANY_ROWS or more rows in a
-# group on average, is left to torch's kernel. On an H200, torch's kernel was faster for 256 inner
-# columns and 256 rows in a group. It was not faster for 768 columns or for fewer rows.
+# Torch's kernel computes a bfloat16 product that has fewer inner columns than this and has many
+# rows. On an H200, torch's kernel was faster for 256 inner columns and 256 rows in a group. It was
+# not faster for 768 columns or for fewer rows.
 SHORT_INNER = 512
+# The average number of rows in a group from which a product has many rows.
 MANY_ROWS = 160
 
 
