@@ -1,5 +1,5 @@
-"""The `mask_blocks` kernel, and how its programs divide a mask, so that enough loads are in
-flight."""
+"""The `mask_blocks` kernel, and how a mask is divided among its programs, so that enough loads are
+in flight."""
 
 from __future__ import annotations
 

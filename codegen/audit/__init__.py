@@ -1,6 +1,6 @@
 """Facts about a kernel's machine code, read from the PTX and SASS, and rules for these facts.
 
-Triton neither reports nor enforces these rules. It also compiles kernels that spill registers,
+Triton does not check these rules. For example, Triton compiles kernels that spill registers,
 kernels that need more shared or tensor memory than the chip has, kernels that consist of a single
 trap instruction, and kernels that silently use a slower tensor-core path.
 """

@@ -190,8 +190,8 @@ def x_in_order(x, PER: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr, GROUPS: 
     """Returns x [tokens, K] with K permuted to the order of `codes_in_order`.
 
     INTERLEAVED_NIBBLES: whether neighbouring codes of a word of eight are decoded together. They
-    are for tables, and for AWQ, whose words have the even codes in the low half. If not, codes
-    whose places differ by four are decoded together.
+    are decoded together for tables, and for AWQ, whose words have the even codes in the low half.
+    If not, codes whose places differ by four are decoded together.
     """
     TOKENS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]

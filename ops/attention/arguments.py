@@ -44,7 +44,8 @@ class AttentionArguments(BatchArguments):
       is None, each of num_sequences sequences has the same number of queries.
     - `k` [N, P, Hkv, D], `v` [N, P, Hkv, V]: the cache. It may have any strides, but the last
       dimension is contiguous. It has q's dtype or an 8-bit float dtype.
-    - `k_scale`, `v_scale`: fp32, one number or [Hkv]. An 8-bit cache is multiplied by them.
+    - `k_scale`, `v_scale`: fp32, one number or [Hkv]. The numbers of an 8-bit cache are multiplied
+      by these scales.
     - `block_table` [B, columns]: key j of sequence b is k[block_table[b, j // P], j % P]. Without
       it, N = B, and key j of sequence b is k[b, j].
     - `positions` [T] or [T / B] (the same for every sequence): the position of each query. Without

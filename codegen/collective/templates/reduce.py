@@ -24,8 +24,8 @@ import triton.language as tl
 
 @triton.jit
 def words_of(peers_ptr, to, of, block, step, RANKS: tl.constexpr, WORDS: tl.constexpr):
-    """Returns a pointer into the memory of rank `to`. The pointer is that of the WORDS 64-bit words
-    that rank `of` writes for a row."""
+    """Returns a pointer into the memory of rank `to`, to the WORDS 64-bit words that rank `of`
+    writes for a row."""
     base = tl.multiple_of(tl.load(peers_ptr + to).to(tl.pointer_type(tl.int64)), 16)
     return base + ((block * 2 + (step & 1)) * RANKS + of) * WORDS
 

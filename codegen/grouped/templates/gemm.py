@@ -5,10 +5,10 @@ kernels of mixtures of experts also use.
 x. In the down projection of a mixture of experts, it stores each row at the index of its route, so
 that the rows of a token are adjacent.
 
-The kernels are persistent. A tile finds its expert by comparing its number with the running sums of
-the tiles of all experts at once. Therefore no schedule is built beforehand, and an expert without
-rows costs nothing. The tiles of an expert are consecutive. The expert's row blocks are the
-innermost loop, so that a weight is read once.
+The kernels are persistent. To find the expert of a tile, a program compares the tile's number with
+all running sums of the experts' tile counts at once. Therefore no schedule is built beforehand, and
+an expert without rows costs nothing. The tiles of an expert are consecutive. The expert's row
+blocks are the innermost loop, so that a weight is read once.
 
 If SWAPPED, the weight's rows are on the tensor core's M side. This is faster for few rows per
 expert, where reading the weights takes almost all of the time.

@@ -21,7 +21,7 @@ def part_of_delta(
     """Returns s [rows, RANK] times one adapter's weight [WIDTH, RANK], scaled, as fp32 [BLOCK_M,
     BLOCK_N].
 
-    If BLOCK_M is 1, this is computed by products and a sum, without tensor cores.
+    If BLOCK_M is 1, the result is computed by multiplications and a sum, without tensor cores.
     """
     s_rows = s_ptr + plane * s_plane_stride + rows.to(tl.int64) * S_STRIDE
     weight_rows = weight_ptr + adapter.to(tl.int64) * WEIGHT_STRIDES[0]

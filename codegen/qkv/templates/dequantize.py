@@ -56,8 +56,8 @@ def dequantize_weight(
     fp32, rounded once to out's dtype.
 
     Grid (cdiv(NUM_ROWS, BLOCK_R), cdiv(HIDDEN, BLOCK_K)). out is contiguous. The weight is [heads,
-    HEAD_DIM, HIDDEN]. If GROUP is not 0, it has groups of GROUP heads. Its strides (group, head,
-    row, column) count words.
+    HEAD_DIM, HIDDEN]. If GROUP is not 0, the weight has groups of GROUP heads. The strides (group,
+    head, row, column) of the weight count words.
 
     Args:
         PER, PACKED_ROWS: A word has the codes of PER columns or, if PACKED_ROWS, of PER rows.

@@ -203,7 +203,8 @@ def qkv_projection_swapped(
     code then has 8 bits (PER is 1), or PER codes share a word, and the strides of weights count
     words:
         PACKED_ROWS: Whether the codes of a word belong to PER rows. If not, they belong to PER
-        columns. NUMBER: The kind of numbers that codes stand for: "e2m1", or a table
+            columns.
+        NUMBER: The kind of numbers that codes stand for: "e2m1", or a table
             (`formats.table_words`).
         Q_BLOCK_STRIDES: The strides of (scale row, scale column, zero row, zero column).
         SCALE_ROWS, SCALE_COLUMNS: How many rows and columns share a scale. SCALE_COLUMNS is BLOCK_K
