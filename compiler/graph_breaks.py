@@ -1,7 +1,7 @@
 """Listens for graph breaks: where Dynamo ended a graph or gave up on a function, and why.
 
-Dynamo's own counter misses branches on data, and functions on which Dynamo gives up as a whole. A
-break leaves two traces. One is the reason why a graph ended, which is on the graph and in
+Dynamo's own counter misses branches on data, and whole functions on which Dynamo gives up. A break
+leaves two traces. One is the reason why a graph ended, which is on the graph and in
 `graph_break_reasons`. The other is the exception with which Dynamo gave up on a frame. Python still
 handles that exception when the frame's compilation ends.
 """

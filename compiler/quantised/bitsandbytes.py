@@ -101,7 +101,7 @@ class ByteLinear(CodedLinear):
 
 class OutlierLinear(ByteLinear):
     """A linear like :class:`ByteLinear` that does not round some columns of x. A column is not
-    rounded if a row has a magnitude of `threshold` or more in it."""
+    rounded if any of its numbers has a magnitude of `threshold` or more."""
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features).to(torch.float16)

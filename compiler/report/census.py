@@ -239,7 +239,8 @@ def _behind(start: Value, sought: Sought, graph: Graph) -> Iterator[Value]:
 
 
 def _beside(product: Value, graph: Graph) -> Iterator[fx.Node]:
-    """Yields the nodes of other products that multiply the activation of a product by a weight."""
+    """Yields the nodes of the other products that read the same activation as `product` and
+    multiply it by a weight."""
     held = graph.weights(product)
     for view in product.operands:
         if view in held or len(view.shape) < 2:

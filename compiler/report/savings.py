@@ -65,8 +65,8 @@ class Times(Summed):
 
 @dataclass(frozen=True)
 class SavingsRow:
-    """Parts of a step in which the ops of one pattern, or one other function, read weights of one
-    format as codes.
+    """The parts of a step in which one reader reads weights of one format as codes. The reader is
+    either the ops of one pattern, or another function.
 
     by: the name of the pattern, or of the function.
     form: the format, in words.

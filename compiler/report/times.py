@@ -72,8 +72,9 @@ FOUR_BIT_BYTES = 0.55
 #: The name of the kernel for linears of codes with many tokens. It decodes while the tensor cores
 #: multiply, and reaches PRODUCT_SHARE.
 MIXED_LINEAR = "mixed_linear"
-#: The share of the tensor cores' rate that MIXED_LINEAR reaches instead, by format. The two scales
-#: of NVFP4 take longer than the product (docs/quantised-performance.md, "Prompts").
+#: The share of the tensor cores' rate that MIXED_LINEAR reaches in place of PRODUCT_SHARE, by
+#: format. The two scales of NVFP4 take longer than the product (docs/quantised-performance.md,
+#: "Prompts").
 MIXED_SHARES = {"nvfp4": 0.78}
 #: The share of the tensor cores' rate that mixtures reach if their weights are codes. It comes from
 #: moe_quantized.json (fp8, 64 and 1024 tokens).

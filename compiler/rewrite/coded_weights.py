@@ -97,7 +97,7 @@ class _Inside:
 def _decoded(call: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Trace:
     """Traces a linear as a function of x, the tensors inside its weight, and the bias.
 
-    Raises UnfitError if the library's own linear reads other tensors than the decoded one.
+    Raises UnfitError if the library's own linear reads other tensors than the linear that decodes.
     """
     held = weight.meta["example_value"]
     names, _ = held.__tensor_flatten__()

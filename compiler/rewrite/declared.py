@@ -2,10 +2,10 @@
 
     declare("somebodys::op", meaning)
 
-`meaning` is a function in plain PyTorch. While patterns look at the graph, it has the operations of
-`meaning` in place of each call of the operator. A call stays as it was written if no pattern took a
-part of it (`spelled.py`). Operators of quantisation libraries are declared by default
-(`compiler/quantised/operators.py`).
+`meaning` is a function in plain PyTorch. While patterns look at the graph, the graph has the
+operations of `meaning` in place of each call of the operator. A call stays as it was written if no
+pattern took a part of it (`spelled.py`). Operators of quantisation libraries are declared by
+default (`compiler/quantised/operators.py`).
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ def _holds(user: fx.Node, source: fx.Node) -> bool:
 
 
 def _plain_source(node: fx.Node) -> fx.Node | None:
-    """Returns the plain tensor that `DTensor.from_local` wraps. Returns None if the call checks it
-    over all ranks."""
+    """Returns the plain tensor that `DTensor.from_local` wraps. Returns None if the call compares
+    the tensors of all ranks."""
     if name_of(node) != "from_local" or argument(node, 3, "run_check", False):
         return None
     source = argument(node, 0, "local_tensor")

@@ -264,7 +264,8 @@ class _Rewriter:
                 if source in self.result:
                     node.replace_input_with(source, self._result_of(source))
             self._follow(node)
-        # This comes here and not earlier, because the node's inputs may just have been made new.
+        # The replacement is looked up here and not earlier, because the node's inputs may just have
+        # been made new.
         call = _out_of_place(node) if node.target in self.writing else None
         done = call is not None and self._make_new(node, call)
         for storage in dict.fromkeys(_compat.storages_of(node)):

@@ -134,8 +134,8 @@ def _is_number(item: Any) -> bool:
 def _takes_fewer(product: fx.Node, selection: fx.Node) -> bool:
     """Whether a selection takes fewer rows than there are.
 
-    A number of rows that is known only in a call counts as fewer. The other arguments of the
-    selection must be computed before the product.
+    A number of rows that is known only in a call counts as fewer. The result is False if another
+    argument of the selection is computed after the product.
     """
     others = [n for n in selection.all_input_nodes if "example_value" in n.meta]
     if any(product < other for other in others if not _is_plain(other)):

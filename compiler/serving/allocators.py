@@ -97,7 +97,7 @@ class WindowPages(FullPages):
 
     transformers keeps such layers in a ring buffer, which a block table cannot describe. Here a
     request has a block table as for full attention. An entry of 0 in this table stands for a page
-    that was given back, because no request has block 0.
+    that was given back; no request ever has block 0.
     """
 
     layer_type = SlidingAttentionCacheAllocator.layer_type
