@@ -16,8 +16,8 @@ from tilewright.patterns.recognise.attention import factors_of, sketch_of
 
 
 def reads_a_cache(value: Value) -> bool:
-    """Whether the keys of an attention are a cache from outside of the graph. This is so for pages,
-    for memory that the graph writes, and for an input if the graph projects the queries."""
+    """Whether the keys of an attention are a cache from outside of the graph. Such a cache is:
+    pages; memory that the graph writes; or an input, if the graph projects the queries."""
     sketch = sketch_of(value)
     if sketch is None:
         factors = factors_of(value)

@@ -156,8 +156,8 @@ _REACH = 16
 
 
 def _is_attended(value: Value, flow: Dataflow) -> bool:
-    """Whether attention reads a value. This is so if a product combines the value with another
-    projected value."""
+    """Whether attention reads a value. Attention reads a value if a product combines the value with
+    another projected value."""
     return any(
         user.op in _ATTENTION
         and match_gemm(user) is None

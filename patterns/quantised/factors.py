@@ -238,7 +238,7 @@ def _with_block(found: Factors, block: BlockScale, unit: float = 1.0) -> Factors
 
 
 def _before_cast(view: View, factor: Factor) -> Factor:
-    """Returns the factor before a cast. If the cast rounds, it is added to `casts`."""
+    """Returns the factor before a cast. A cast that rounds is added to `casts`."""
     (operand,) = view.value.operands
     to = view.value.dtype
     rounds = torch.promote_types(operand.value.dtype, to) != to

@@ -1,5 +1,5 @@
-"""cuDNN's attention as a way to compute the attention of MLA ops. It needs keys whose unrotated and
-rotated parts are joined in one tensor.
+"""cuDNN's attention as a way to compute the attention of MLA ops. cuDNN needs keys whose unrotated
+and rotated parts are joined in one tensor.
 
 In some calls, it is known before the keys are computed that cuDNN will read them. Keys and values
 are then computed as one joined tensor [keys, H, R + N + V]. The rope columns of a head come first,

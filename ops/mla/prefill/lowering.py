@@ -203,8 +203,8 @@ def _absorbed(
 
 
 def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
-    """Returns the call. If TMA cannot read the weight, or latents that are codes, from their
-    addresses, they are replaced by copies."""
+    """Returns the call. If TMA cannot read the weight from its address, a copy replaces the weight.
+    Latents that are codes are replaced in the same case."""
     if not is_aligned(a.kv_b_weight):
         a = replace(a, kv_b_weight=a.kv_b_weight.clone())
     if a.latent_scale is not None and not is_aligned(given(a.latent)):
