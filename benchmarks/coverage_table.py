@@ -234,7 +234,7 @@ is the time of tilewright as a share of Dynamo's time.
         ]
         lines.append("| " + " | ".join(cells) + " |")
     rest = [
-        "| model | why | fused of a decode step |",
+        "| model | why | fused in a decode step |",
         "|---|---|---|",
         *(
             f"| {r['model']} | {r['why_not_static']} | "

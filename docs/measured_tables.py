@@ -444,7 +444,7 @@ been fixed since then, but was not run again:"""
 def plans(data: dict[str, Any]) -> str:
     """Returns the tables that compare the planner's tiles with the best tiles of a sweep."""
     most = max(row["tried"] for row in data["rows"]) - 1
-    head = f"""## Plans beside the best of a sweep
+    head = f"""## Plans compared with the best tiles of a sweep
 
 Each row of `plans.json` is one call of an op at the sizes of a published model. The call is timed
 with the tiles that the planner chooses and with up to {most} others: for `qkv` the candidates of

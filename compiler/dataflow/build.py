@@ -286,7 +286,7 @@ class _Builder:
 
     def _bitcast(self, node: fx.Node, of: fx.Node, name: str, result: torch.Tensor) -> bool:
         """Adds `x.view(dtype)` for a dtype of the same width. The result has the same bytes, read
-        as another dtype."""
+        as another dtype. Returns whether a value was added."""
         if name != "view" or of.meta["example_value"].shape != result.shape:
             return False
         place = self.memory.shared_with(result, of)

@@ -83,7 +83,8 @@ class Kind(Protocol):
         any exception."""
 
     def refused(self, call: fx.Node, error: Exception) -> Miss | None:
-        """Returns the miss of a call for which :meth:`spell` raised."""
+        """Returns the miss of a call for which :meth:`spell` raised. Returns None if the report
+        shall have no miss for it."""
 
 
 def spell_out(
