@@ -73,18 +73,19 @@ SOME_EXPONENTS = torch.cat([EXPONENTS[::16], EXPONENTS[240:]])
 
 
 @pytest.mark.parametrize(
-    ("codes", "exponents"),
+    ("codes", "exponents", "columns"),
     [
-        pytest.param(CODES[[1, 15]], EXPONENTS, id="every scale"),
-        pytest.param(CODES[:8], SOME_EXPONENTS, id="codes"),
-        pytest.param(CODES[8:], SOME_EXPONENTS, id="negative codes"),
+        # The second code lies in another block of columns.
+        pytest.param(CODES[[1, 15]], EXPONENTS, 2 * BLOCK, id="every scale"),
+        pytest.param(CODES[:8], SOME_EXPONENTS, BLOCK, id="codes"),
+        pytest.param(CODES[8:], SOME_EXPONENTS, BLOCK, id="negative codes"),
     ],
 )
 @pytest.mark.parametrize("name", POWERS)
-def test_dot_products(name, codes, exponents):
+def test_dot_products(name, codes, exponents, columns):
     """Scales above 2 ** 102 are not infinite where x is small. The smallest and the largest code
     are multiplied by every scale, and every code by some scales."""
-    powers = replace(POWERS[name], codes=codes, exponents=exponents, columns=BLOCK)
+    powers = replace(POWERS[name], codes=codes, exponents=exponents, columns=columns)
     check(powers, DOTTED, down=True)
 
 
