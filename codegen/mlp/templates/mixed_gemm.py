@@ -648,8 +648,8 @@ def mixed_linear(
     SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, SCALE_ROW_STRIDE: gl.constexpr,
     SCALE_COLUMN_STRIDE: gl.constexpr, ZERO_ROW_STRIDE: gl.constexpr,
     ZERO_COLUMN_STRIDE: gl.constexpr, SCALE: gl.constexpr, UNIT: gl.constexpr,
-    SPAN: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    SPAN: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """Computes out [T, N] = residual + activation(SCALE * (x @ weight^T * factor + bias)) for x in
     bfloat16. If there is an up weight, the activated product is multiplied by SCALE * (x @
@@ -737,8 +737,8 @@ def mixed_linear(
                 up_zero_ptr if PAIRED else zero_ptr, up_bias_ptr if PAIRED else bias_ptr,
                 up_factor_ptr if PAIRED else factor_ptr, residual_ptr, residual_desc, out_desc,
                 out_tiles, workspace_ptr, counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS,
-                UNIT, SPAN, GROUPS, CODES, LOOKUP, PER, ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED,
-                EXACT, UNIT_OF_CODES, SCALE_ROWS, SCALE_COLUMNS, SCALE_ROW_STRIDE,
+                UNIT, SPAN, GROUPS, CODES, LOOKUP, PER, ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS,
+                SCALED, EXACT, UNIT_OF_CODES, SCALE_ROWS, SCALE_COLUMNS, SCALE_ROW_STRIDE,
                 SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE,
                 ACTIVATION, ACTIVATED, PAIRED, ROWS, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, GROUP,
                 PROGRAMS,
