@@ -16,7 +16,8 @@ The records of the other chips come from data sheets and the CUDA programming gu
 0.88 of the data sheet's memory rate and 0.65 of its dense tensor-core peaks. H200 and B200 reach
 about these fractions. Each record describes one product: sm80 is the A100 (80 GB), sm86 the A10,
 sm89 the L40S, sm90 the H200, sm100 the B200, sm103 the B300, and sm120 the RTX 5090. PRODUCTS has
-the records of other products, which run the same kernels. `detect_target` fills in the number of multiprocessors and the memory rate of the present GPU.
+the records of other products, which run the same kernels. `detect_target` fills in the number of
+multiprocessors and the memory rate of the present GPU.
 """
 
 from __future__ import annotations
