@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.qkv.templates.loads import (
-    grouped,
     load_bias,
     load_cache_scale,
     load_delta,
@@ -24,6 +23,7 @@ from tilewright.codegen.templates.places import (
     KEY,
     QUERY,
     VALUE,
+    grouped,
     head_of_tile,
     store_target,
     turned_kind,
