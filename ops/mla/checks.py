@@ -16,11 +16,17 @@ from tilewright.ops.checks import (
     holds,
     shape_text,
 )
-from tilewright.ops.mla.arguments import FP8, MlaPrefillArguments, UpArguments, widths
+from tilewright.ops.mla.arguments import (
+    FP8,
+    MlaPrefillArguments,
+    UpArguments,
+    UpWeight,
+    widths,
+)
 from tilewright.ops.runtime.dtypes import torch_types
 
 
-def check_weight(op: str, a: MlaPrefillArguments) -> Any:
+def check_weight(op: str, a: MlaPrefillArguments | UpWeight) -> Any:
     """Checks the up-projection's weight [H * (N + V), L] and its scales against q [T, H, N + R].
     Returns R. Reads only metadata. Raises ArgumentError."""
     weight = a.kv_b_weight
@@ -62,7 +68,7 @@ def refuse_codes(op: str, given: dict[str, bool], dtype: torch.dtype) -> None:
         raise ArgumentError(op, name, f"nothing, since kv_b_weight is {dtype}", "one")
 
 
-def _check_weight_scale(op: str, a: MlaPrefillArguments) -> None:
+def _check_weight_scale(op: str, a: MlaPrefillArguments | UpWeight) -> None:
     block = tuple(a.scale_block)
     check_scale_block(op, block)
     if a.kv_b_scale is None:

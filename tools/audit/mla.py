@@ -54,6 +54,8 @@ DECODES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("4 tokens", 4, {}),
     ("pages, an engine's step", 4, {"page_size": 256, "ragged": True}),
 )
+
+
 @dataclass(frozen=True)
 class Codes:
     """A format of a decode step's weight.

@@ -141,8 +141,8 @@ FORMATS = {
                        zero_point=100, **HALF),
     "int8, odd blocks": CodedCase(weight_format="int8", scale_block=(3, 36)),
     "fp8 of a factor": CodedCase(weight_format="fp8", scale_block=(1, 32), factor=True),
-    "nvfp4": CodedCase(weight_format="nvfp4", scale_block=(1, 16), factor=True),
-    "mxfp4": CodedCase(weight_format="mxfp4", scale_block=(1, 32), **HALF),
+    "nvfp4": CodedCase(weight_format="nvfp4", scale_block=(1, 16), factor=True, words=torch.uint8),
+    "mxfp4": CodedCase(weight_format="mxfp4", scale_block=(1, 32), words=torch.uint8, **HALF),
     "nf4": CodedCase(weight_format="nf4", scale_block=(1, 32), words=torch.uint8,
                      nibble_order=(1, 0), scale_dtype=torch.float32),
 }  # fmt: skip
