@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.templates.fp4 import e2m1_value, scale_value
-from tilewright.codegen.templates.places import grouped
 from tilewright.codegen.templates.tables import table_number
 
 
@@ -177,10 +176,11 @@ def dequantize_weight(
     else:
         columns_in_all = HIDDEN // PER
     word_mask = (word_rows < NUM_ROWS)[:, None] & (word_columns < columns_in_all)[None, :]
-    offsets = grouped(
-        (word_rows // HEAD_DIM).to(tl.int64), GROUP, WEIGHT_STRIDES[0], WEIGHT_STRIDES[1]
-    )
-    offsets += word_dims * WEIGHT_STRIDES[2]
+    heads = (word_rows // HEAD_DIM).to(tl.int64)
+    offsets = heads * WEIGHT_STRIDES[1] + word_dims * WEIGHT_STRIDES[2]
+    if GROUP > 0:
+        # The distance from the end of a group to the beginning of the next group.
+        offsets += heads // GROUP * (WEIGHT_STRIDES[0] - GROUP * WEIGHT_STRIDES[1])
     words = tl.load(
         weight_ptr + offsets[:, None] + (word_columns * WEIGHT_STRIDES[3])[None, :],
         mask=word_mask,

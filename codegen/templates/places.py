@@ -203,15 +203,3 @@ def store_target(
         dim_stride = tl.where(kind == VALUE, V_STRIDES[3], K_STRIDES[3])
         dim_stride = tl.where(kind == QUERY, 1, dim_stride)
     return pointer, row_offsets, row_mask, head_stride, dim_stride
-
-
-@triton.jit
-def grouped(
-    heads, GROUP: tl.constexpr, GROUP_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr
-):  # fmt: skip
-    """Returns the offsets of heads that are stored in groups of GROUP heads. If GROUP is 0, all
-    heads have the same stride."""
-    if GROUP > 0 and GROUP_STRIDE != GROUP * HEAD_STRIDE:
-        return heads // GROUP * GROUP_STRIDE + heads % GROUP * HEAD_STRIDE
-    else:
-        return heads * HEAD_STRIDE

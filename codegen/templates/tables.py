@@ -47,23 +47,9 @@ def table_pair(
 
 
 @triton.jit
-def one_of_four(first, second, TABLE: tl.constexpr, START: tl.constexpr):
-    """Returns number START + first + 2 * second of a table, in fp32. first, second: Booleans."""
-    low = tl.where(first, TABLE[START + 1], TABLE[START])
-    high = tl.where(first, TABLE[START + 3], TABLE[START + 2])
-    return tl.where(second, high, low)
-
-
-@triton.jit
 def table_number(codes, TABLE: tl.constexpr):
     """Returns the fp32 numbers that codes of any integer type stand for. TABLE: the 16 numbers."""
-    first = (codes & 1) != 0
-    second = (codes & 2) != 0
-    third = (codes & 4) != 0
-    low = tl.where(
-        third, one_of_four(first, second, TABLE, 4), one_of_four(first, second, TABLE, 0)
-    )
-    high = tl.where(
-        third, one_of_four(first, second, TABLE, 12), one_of_four(first, second, TABLE, 8)
-    )
-    return tl.where((codes & 8) != 0, high, low)
+    values = codes.to(tl.float32) * 0.0
+    for code in tl.static_range(16):
+        values = tl.where(codes == code, TABLE[code], values)
+    return values

@@ -87,7 +87,7 @@ def in_fp32(codes_ptr, out_ptr, TABLE: tl.constexpr):
 
 
 def test_numbers_in_fp32():
-    codes, out = torch.arange(15, -1, -1), torch.zeros(16)
+    codes, out = torch.arange(15.0, -1.0, -1.0), torch.zeros(16)
     interpret(in_fp32)[(1,)](codes, out, TABLES["nf4"])
     assert torch.equal(out, torch.tensor(TABLES["nf4"]).flip(0))
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.qkv.templates.loads import (
+    grouped,
     load_bias,
     load_cache_scale,
     load_delta,
@@ -23,7 +24,6 @@ from tilewright.codegen.templates.places import (
     KEY,
     QUERY,
     VALUE,
-    grouped,
     head_of_tile,
     store_target,
     turned_kind,

@@ -12,7 +12,7 @@ padded, and only the first head_limit heads exist.
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.places import KEY, QUERY, VALUE, grouped
+from tilewright.codegen.templates.places import KEY, QUERY, VALUE
 
 
 @triton.jit
@@ -60,6 +60,18 @@ def load_partners(
         low = tl.load(rows + low_dims * dim_stride, mask=mask & (low_dims < BOUND), other=0.0)
         high = tl.load(rows + high_dims * dim_stride, mask=mask & (high_dims < BOUND), other=0.0)
     return low, high
+
+
+@triton.jit
+def grouped(
+    heads, GROUP: tl.constexpr, GROUP_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr
+):  # fmt: skip
+    """Returns the offsets of heads that are stored in groups of GROUP heads. If GROUP is 0, all
+    heads have the same stride."""
+    if GROUP > 0 and GROUP_STRIDE != GROUP * HEAD_STRIDE:
+        return heads // GROUP * GROUP_STRIDE + heads % GROUP * HEAD_STRIDE
+    else:
+        return heads * HEAD_STRIDE
 
 
 @triton.jit

@@ -29,6 +29,7 @@ import triton.language as tl
 
 from tilewright.codegen.qkv.templates.epilogue import add_bias_and_norm, rotate_and_store
 from tilewright.codegen.qkv.templates.loads import (
+    grouped,
     load_bias,
     load_cache_scale,
     load_delta,
@@ -53,7 +54,6 @@ from tilewright.codegen.templates.places import (
     KEY,
     QUERY,
     VALUE,
-    grouped,
     head_of_tile,
     store_target,
     turned_kind,
