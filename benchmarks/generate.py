@@ -26,10 +26,9 @@ one more step with a deferred check; the times of the deferred variants do not i
 tokens: new tokens of the batch per second of whole calls, prompt included. steps: new tokens per
 second after the prompt. same: the share of new tokens that equal eager's; with random weights the
 scores of two tokens are sometimes nearly equal, and all tokens after such a choice differ.
-undeferred: the share of new tokens that equal those of the same variant without
-`defer_stop_check`, which all must. cache: memory of the cache in MiB. peak: memory of a call beyond
-model and cache, in MiB. `--short` runs only "tilewright" and "tilewright-deferred", each timed
-once.
+undeferred: the share of new tokens that equal those of the same variant without `defer_stop_check`;
+it must be 1. cache: memory of the cache in MiB. peak: memory of a call beyond model and cache, in
+MiB. `--short` runs only "tilewright" and "tilewright-deferred", each timed once.
 """
 
 from __future__ import annotations

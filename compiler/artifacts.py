@@ -2,8 +2,8 @@
 
 `torch.compiler.save_cache_artifacts()` saves the artifacts that this process has used, and
 `load_cache_artifacts` puts them into the caches of another process. The backend imports this
-module. A process that loads artifacts must import it before it loads them, because torch refuses a
-whole bundle if it does not know the type of one artifact in it.
+module. A process that loads artifacts must import this module first, because torch refuses a whole
+bundle of artifacts if it does not know the type of one of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Listens for graph breaks: where Dynamo ended a graph or gave up on a function, and why.
 
-Dynamo's own counter misses branches on data, and functions on which Dynamo gives up as a whole. A
-break leaves two traces. One is the reason why a graph ended, which is on the graph and in
+Dynamo's own counter misses branches on data, and whole functions on which Dynamo gives up. A break
+leaves two traces. One is the reason why a graph ended, which is on the graph and in
 `graph_break_reasons`. The other is the exception with which Dynamo gave up on a frame. Python still
 handles that exception when the frame's compilation ends.
 """
@@ -208,7 +208,7 @@ def _report_breaks() -> None:
 
 def _listener_of_frame() -> tuple[Listener | None, Mapping[str, Any], Mapping[str, Any]]:
     """Returns (listener, the backend's options, Dynamo's variables) of the compilation that is
-    ending."""
+    ending. The listener is None if its backend has none."""
     place: FrameType | None = sys._getframe()
     while place is not None:
         if place.f_code.co_filename == convert_frame.__file__ and "compiler_fn" in place.f_locals:

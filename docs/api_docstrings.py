@@ -2,7 +2,7 @@
 mkdocs.yml names.
 
 A paragraph whose lines begin with names of arguments ("model, args: as the model is called.")
-becomes a list, and a reference such as :class:`Lowered` the name in code.
+becomes a list. A reference such as :class:`Lowered` becomes the name as code.
 """
 
 from __future__ import annotations

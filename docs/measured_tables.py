@@ -435,15 +435,16 @@ The table has the time in µs of one part of a layer in bfloat16, with a cold L2
 LayerNorm, the first linear of the MLP and its activation; *qkv* is a LayerNorm, the projections of
 Q, K and V, and the write of K and V into a static cache. "With an RMSNorm" is tilewright's time for
 the same part with an RMSNorm instead, which was not compared with other variants. The floor is the
-time of copying as many bytes as the weights have. Empty cells, and *qkv* with 64 tokens, are left
-out because Dynamo ran them uncompiled; the benchmark is fixed, but was not run again:"""
+time of copying as many bytes as the weights have. In empty cells, and in the
+rows of *qkv* with 64 tokens, which are left out, Dynamo ran the part uncompiled. The benchmark has
+been fixed since then, but was not run again:"""
     return f"{head}\n\n{table(header, rows)}"
 
 
 def plans(data: dict[str, Any]) -> str:
     """Returns the tables that compare the planner's tiles with the best tiles of a sweep."""
     most = max(row["tried"] for row in data["rows"]) - 1
-    head = f"""## Plans beside the best of a sweep
+    head = f"""## Plans compared with the best tiles of a sweep
 
 Each row of `plans.json` is one call of an op at the sizes of a published model. The call is timed
 with the tiles that the planner chooses and with up to {most} others: for `qkv` the candidates of

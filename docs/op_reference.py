@@ -58,8 +58,8 @@ def section(op: FusedOp) -> str:
         _text(op.arguments.__doc__),
         *_groups(op),
         f"**Formula.** {_text(op.reference.__doc__)}",
-        f"**Writes.** {', '.join(f'`{name}`' for name in op.mutated) or 'nothing'}.",
-        f"**Lowerings.** {lowerings or 'none'}; last, the reference.",
+        f"**Writes.** {', '.join(f'`{name}`' for name in op.mutated) or 'Nothing'}.",
+        f"**Lowerings.** {lowerings or 'None'}. The reference computes all other calls.",
         f"**Error.** {op.error_model}",
     ]
     return "\n\n".join(part for part in parts if part)

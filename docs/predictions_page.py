@@ -25,9 +25,9 @@ NEAR = 0.15
 FAR = ("median error", "within 15 %", "worst")
 Row = dict[str, Any]
 
-HEAD = """# How near the modelled times are
+HEAD = """# How near the modelled times are to measured times
 
-`tilewright inspect` prints a time for each step. A cost model predicts this time; it is not
+`tilewright inspect` prints a time for each step. A cost model predicts this time; nothing is
 measured ([report.md](report.md#the-step), `compiler/report/times.py`). This page compares the cost
 model with steps that were measured on an H200 and an H100, and with figures of a B200 that others
 published. `python docs/predictions_page.py` makes all tables from files in `benchmarks/results/`;
@@ -49,11 +49,11 @@ The constants were fitted to the other rows of `steps.json` before any held-out 
 In this first comparison, 92 % of the predictions for the file's 135 held-out rows were within 15 %
 of the measurement, and so were 90 % of the predictions for all 169 held-out rows. The held-out rows
 then showed three mistakes in counting, which are fixed: writes into buffers that nothing reads
-counted as kernels; the list of a mask's blocks counted once for each layer; and the
-weights of experts counted once, although for a few tokens the kernels of dot products read them
-once for each token. No constant describes these counts, but `FILL_S` was fitted again afterwards,
-to the same rows as before. The tables below were made after these changes, so the held-out rows are
-not entirely new to the cost model of these tables.
+counted as kernels; the list of a mask's blocks counted once for each layer; and the weights of
+experts counted once, although for a few tokens the kernels of dot products read them once for each
+token. No constant describes these counts, but the constant `FILL_S` (`compiler/report/times.py`)
+was fitted again afterwards, to the same rows as before. The tables below were made after these
+changes, so the held-out rows are not entirely new to the cost model of these tables.
 
 Steps with adapters were measured last, and no constant was changed for them.
 
@@ -262,8 +262,8 @@ far it is from tilewright's kernels. The predictions for products of one token h
 errors: these products take longer than starting a kernel and reading their bytes. Attention does
 not count for the error bar: for attention, the cost model assumes the rate that tilewright's
 kernels reach on Hopper with a mask tensor, and FlashAttention-4 takes about a quarter of the
-resulting time. No published time of a whole step was found that states sizes, batch and context and
-is not a server's time.
+resulting time. We found no published time of a whole step together with its sizes, batch and
+context, except times of servers.
 
 On other chips, no prediction was compared with a measurement. The error bar of these chips is a
 guess: ± 50 %.

@@ -32,8 +32,8 @@ def _put(module: Any, name: str, replacement: Any) -> None:
 
 
 def _guards(module: Any) -> None:
-    """Turns off the timing of guards with cold caches, which takes a tenth of the time to compile a
-    small model, and of the model's line next to each guard."""
+    """Turns off two things: the timing of guards with cold caches, which takes a tenth of the time
+    to compile a small model, and the line of the model's code next to each guard."""
     _put(module, "profile_guard_manager", lambda *arguments: 0.0)
     _put(module, "get_verbose_code_part", lambda code_part, guard: code_part)
 

@@ -1,8 +1,8 @@
 """Collects every import from torch that is private or depends on the version.
 
 Imports for tensors, sizes and nodes are in this file. Imports for trials of calls, for autocast,
-for Inductor and for the surroundings of a compilation have separate files. Other modules of the
-compiler use the names that are imported `as` themselves.
+for Inductor and for the conditions of a compilation have separate files. The names that are
+imported `as` themselves are for other modules of the compiler.
 """
 
 from __future__ import annotations
@@ -132,8 +132,9 @@ def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def wrapping_of(tensor: torch.Tensor) -> str:
-    """Returns the metadata of a subclass besides the tensors inside it (for a DTensor its mesh and
-    its placements), and the layouts of these tensors. The text is empty for a plain tensor."""
+    """Returns a text that describes a tensor subclass: the layouts of the tensors inside it, and
+    its other metadata (for a DTensor its mesh and its placements). The text is empty for a plain
+    tensor."""
     if not is_subclass(tensor):
         return ""
     _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -222,8 +223,8 @@ def is_at_least(size: Any, other: Any) -> bool:
 
 
 def size_symbols(size: Any) -> tuple[sympy.Symbol, ...]:
-    """Returns the symbols of a SymInt: its own symbol, and the symbol by which guards have replaced
-    it."""
+    """Returns the symbols of a SymInt: its own symbol and, if guards have replaced this symbol by
+    another, the other symbol."""
     if not isinstance(size, torch.SymInt):
         return ()
     found = (size.node._expr, size.node.expr)
@@ -253,8 +254,8 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def detached(value: Any) -> Any:
-    """Returns a fake tensor on the memory of the given one. If the result is reshaped in place, the
-    given tensor keeps its shape. A value that is not a tensor is returned as it is."""
+    """Returns a fake tensor on the memory of the given fake tensor. If the result is reshaped in
+    place, the given tensor keeps its shape. A value that is not a tensor is returned as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     with torch.no_grad():
@@ -296,8 +297,8 @@ def selected(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def made_again(value: Any) -> Any:
-    """Returns a fake tensor in new memory that has the layout of the given one. For a tuple,
-    returns a tuple of such tensors. The sizes must be numbers."""
+    """Returns a fake tensor in new memory that has the layout of the given fake tensor. For a
+    tuple, returns a tuple of such new tensors. The sizes must be numbers."""
     return _strided_again(value) if type(value) is FakeTensor else tree_map(_strided_again, value)
 
 

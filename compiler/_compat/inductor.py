@@ -12,8 +12,8 @@ from torch._logging import trace_structured
 
 
 def mode_patches(mode: str | None) -> dict[str, Any] | None:
-    """Returns the settings of Inductor for a `torch.compile` mode. Raises RuntimeError for an
-    unknown mode."""
+    """Returns the settings of Inductor for a `torch.compile` mode. Returns None if no mode is
+    given. Raises RuntimeError for an unknown mode."""
     return torch._inductor.list_mode_options(mode) if mode else None
 
 

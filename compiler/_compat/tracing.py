@@ -14,8 +14,8 @@ from torch import fx
 
 
 def compile_isolated(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Returns the model compiled by torch.compile, with its own recompile limit if this torch
-    offers that."""
+    """Returns the model compiled by torch.compile. If this release of torch has recompile limits
+    for single functions, the compiled model gets a limit of its own."""
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(model, **options)
@@ -80,11 +80,11 @@ def autocast_off_on_meta() -> AbstractContextManager[None]:
 
 
 def numbers_fake_on_meta() -> AbstractContextManager[None]:
-    """Makes the tensors that Dynamo traces on the meta device fake inside this context, as they are
-    on other devices.
+    """Makes Dynamo, inside this context, replace a plain tensor on the meta device by a fake tensor
+    if a call that it traces returns the plain tensor.
 
     Under fake tensors, `torch.tensor(0.0, device="meta")` still makes a plain tensor, which the
-    next call on fake tensors refuses. On other devices it makes a fake tensor.
+    next call on fake tensors refuses. On other devices, `torch.tensor` makes a fake tensor.
     """
 
     def make(run_node: Callable[..., Any]) -> Callable[..., Any]:

@@ -118,8 +118,8 @@ class _Writes(TorchDispatchMode):
 
     def forget_masks(self) -> None:
         """Releases the masks that DTensor keeps between a lookup in sharded rows and the reduction
-        after the lookup. All lookups of one layout share such a mask, and so do the real
-        lookups."""
+        after the lookup. A trial of a call shares these masks with the user's own lookups of the
+        same layout, so a mask that the trial kept would disturb them."""
         for mask in self._masks:
             if mask.refcount:
                 mask.release_mask()

@@ -33,8 +33,8 @@ MAX_REMEMBERED = 1024
 class Access:
     """The effects that a node may have on memory.
 
-    written: the tensors whose elements the node may change. They are the tensors that the graph
-        holds.
+    written: the tensors whose elements the node may change. They are the example values of the
+        graph's nodes, not copies of them.
     everything: whether the node may also change tensors other than its arguments.
     reshaped: the tensors to which the node gives another shape, other strides or another storage in
         place, as `set_` does.
@@ -250,7 +250,7 @@ def has_symbols(node: fx.Node) -> bool:
 
 
 def _is_torchs(node: fx.Node) -> bool:
-    """Whether a call is of a method, or of a function that comes with torch. A function that Dynamo
+    """Whether a node calls a method, or a function that comes with torch. A function that Dynamo
     wraps (`nonstrict_trace`, an allowed autograd.Function) counts as the user's own."""
     if node.op == "call_method":
         return True

@@ -286,7 +286,7 @@ class _Builder:
 
     def _bitcast(self, node: fx.Node, of: fx.Node, name: str, result: torch.Tensor) -> bool:
         """Adds `x.view(dtype)` for a dtype of the same width. The result has the same bytes, read
-        as another dtype."""
+        as another dtype. Returns whether a value was added."""
         if name != "view" or of.meta["example_value"].shape != result.shape:
             return False
         place = self.memory.shared_with(result, of)
@@ -352,9 +352,9 @@ class _Builder:
         return value
 
     def _stays(self, source: fx.Node, result: torch.Tensor) -> bool:
-        """Whether a plain tensor lies exactly where a plain operand lies, such as the result of a
-        wait for a collective. The wait still gets a value of its own, so that no read comes before
-        the data."""
+        """Whether a plain result lies exactly where the plain operand `source` lies, as the result
+        of a wait for a collective does. Such a result still gets a value of its own, so that no
+        node reads it before the wait."""
         both = source.meta["example_value"], result
         return all(map(_compat.is_plain, both)) and _compat.holds_in_place(*both)
 

@@ -45,7 +45,7 @@ def copied_whole(pieces: tuple[View | None, ...], result: torch.Tensor) -> View 
 
 def split_before(pieces: tuple[View | None, ...], dim: int, shape: tuple[Size, ...]) -> View | None:
     """Returns the tensor that was split, if a concatenation joins all parts of a split in their
-    order.
+    order. Returns None for any other concatenation.
 
     `shape` is the shape of the concatenation.
     """

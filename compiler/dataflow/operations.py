@@ -138,8 +138,8 @@ class Operations:
     # --- what is in no table ---
 
     def _ask(self, node: fx.Node, name: str) -> Operation:
-        """Returns the operation of a node that is in no table. It comes from the ATen calls that
-        the node makes."""
+        """Returns the operation of a node that is in no table. The ATen calls that the node makes
+        show the operation."""
         if not meets_subclasses(node):
             call, sources = self.alone(node, aten_call)
             if call is None and has_symbols(node):

@@ -71,7 +71,8 @@ def selections(
 
 
 def _selection(node: fx.Node, found: Mapping[fx.Node, Selection]) -> Selection | None:
-    """Returns the selection of one ATen call of a trace."""
+    """Returns the selection of one ATen call of a trace. Returns None if the call does anything
+    besides selecting."""
     if not node.args:
         return None
     source = node.args[0]

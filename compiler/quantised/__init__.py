@@ -176,8 +176,9 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
 
 
 def _taking_place(module: nn.Module, is_root: bool) -> nn.Module | str | None:
-    """Returns the answer of the first reader that knows a module. A new module gets the mode and
-    the hooks of the module that it replaces."""
+    """Returns the answer of the first reader that knows a module, or None if no reader knows it.
+    Returns the reason if the module cannot be replaced. A new module gets the mode and the hooks of
+    the module that it replaces."""
     answers = (reader(module) for reader in READERS)
     found = next((answer for answer in answers if answer is not None), None)
     if not isinstance(found, nn.Module):

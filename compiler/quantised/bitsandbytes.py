@@ -101,7 +101,7 @@ class ByteLinear(CodedLinear):
 
 class OutlierLinear(ByteLinear):
     """A linear like :class:`ByteLinear` that does not round some columns of x. A column is not
-    rounded if a row has a magnitude of `threshold` or more in it."""
+    rounded if any of its numbers has a magnitude of `threshold` or more."""
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features).to(torch.float16)
@@ -127,8 +127,8 @@ def decoded(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Returns the weight [N, K] in fp32, decoded from codes [N * K / 2] uint8, a table, and scales
-    [blocks]."""
+    """Returns the weight [N, K] in `dtype`. It is decoded in fp32 from codes [N * K / 2] uint8, a
+    table, and scales [blocks]."""
     nibbles = torch.stack([codes >> 4, codes & 15], -1).view(len(absmax), -1)
     weight = table[nibbles.int()] * absmax.unsqueeze(-1)
     return weight.view(*shape).to(dtype)

@@ -1,10 +1,11 @@
 """Reads 4-bit linears of gptqmodel that compute in PyTorch (backends "torch" and "torch_awq").
 
-The GPTQ linear asks `Tensor.is_inference()` about its cached tensors, which Dynamo cannot trace,
-and it shifts by a buffer, whose contents no graph shows. Dynamo can trace the AWQ linear, but each
-of its words holds codes of eight rows of the weight. Kernels are fastest if all K codes in a row of
-the weight are contiguous. Therefore this module lays out the codes of both in this way, once. The
-arithmetic is that of the library's `dequantize_weight` and `dequantize_gemm`.
+Dynamo cannot trace the GPTQ linear, because the linear calls `Tensor.is_inference()` on its cached
+tensors. This linear also shifts codes by the numbers in a buffer, which no graph shows. Dynamo can
+trace the AWQ linear, but each of its words holds codes of eight rows of the weight. Kernels are
+fastest if all K codes in a row of the weight are contiguous. Therefore this module lays out the
+codes of both linears in this way, once. The arithmetic is that of the library's `dequantize_weight`
+and `dequantize_gemm`.
 """
 
 from __future__ import annotations
@@ -159,8 +160,8 @@ def _awq_obstacle(found: Any) -> str | None:
     return None
 
 
-#: For the name of each class of the library: the module that replaces it, and the function that
-#: says why a module cannot be replaced.
+#: For the name of each class of linears in the library: the class that replaces it, and the
+#: function that says why a linear cannot be replaced.
 _READ: dict[str, tuple[Callable[[Any], nn.Module], Callable[[Any], str | None]]] = {
     "TorchLinear": (GptqLinear, _gptq_obstacle),
     "AwqTorchLinear": (AwqLinear, _awq_obstacle),

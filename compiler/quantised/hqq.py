@@ -67,7 +67,8 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
 
 
 def _packed(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Returns bytes [N, K / 2] that hold neighbours in a row, with the first in the low nibble.
+    """Returns bytes [N, K / 2]. Each byte holds two neighbouring codes of a row, with the first in
+    the low nibble.
 
     `stored` are the library's bytes. Their high nibbles are the first half of the grouped matrix,
     and their low nibbles the second half.

@@ -86,7 +86,7 @@ class Stored:
 
 @register_quantization_config(_METHOD)
 class ModelOptConfig(QuantizationConfigMixin):
-    """ModelOpt's `quantization`.
+    """ModelOpt's description of how a checkpoint is quantised.
 
     `quant_algo` is the algorithm of all linears. If it is "MIXED_PRECISION", `quantized_layers` has
     the algorithm of each linear.
@@ -177,7 +177,8 @@ class ModelOptQuantizer(HfQuantizer):
 
 
 class ExpertsApart(nn.Module):
-    """Experts as the files hold them while they are loaded: each expert has separate linears."""
+    """Experts in the form that the files have: each expert has separate linears. A model has them
+    only while its weights are loaded."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()

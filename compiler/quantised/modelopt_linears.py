@@ -1,8 +1,8 @@
 """Linears of ModelOpt's formats: FP8 per tensor, per channel and token, or by blocks, and NVFP4.
 
 The arithmetic is that of ModelOpt's `NVFP4QTensor.dequantize` and `FP8QTensor.dequantize`, and of
-the quantizers of activations that it exports. Dimension letters: N rows, K columns of a weight;
-weights and their scales may have a first dimension of experts.
+the quantizers of activations that ModelOpt exports. Dimension letters: N rows, K columns of a
+weight; weights and their scales may have a first dimension of experts.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ class ModelOptExperts(CodedExperts):
 
     gate_up, down: the linears with the stacked tensors of all experts. The rows of up follow the
         rows of gate.
-    experts: the linears gate_proj, up_proj and down_proj of each expert, from which they are built.
+    experts: the linears gate_proj, up_proj and down_proj of each expert, from which `gate_up` and
+        `down` are built.
     """
 
     def __init__(self, experts: Sequence[nn.ModuleDict], activation: nn.Module) -> None:

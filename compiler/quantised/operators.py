@@ -31,7 +31,7 @@ _LEAST_DIVISOR = 1e-12
 
 class UnfitError(Exception):
     """Raised for a call that a declared meaning cannot replace. Its message says why. If the usual
-    hint does not apply, it also says what to do."""
+    hint does not apply, the message also says what to do."""
 
     def __init__(self, why: str, hint: str = "") -> None:
         super().__init__(why)
@@ -244,8 +244,9 @@ def gemm_4bit(
     """Returns the product of `A` with a quantised weight. Each byte of the weight has two codes,
     with the first in the high nibble, and each block of the flattened weight has a scale.
 
-    Refuses scales that are codes, too. Decoding them would need another kernel in each call, which
-    would write an eighth of the bytes of the codes, and the op would read these bytes again.
+    Refuses scales that are themselves stored as codes. Another kernel would have to decode such
+    scales in each call. It would write scales that are an eighth as large as the weight's codes,
+    and the op would read these scales again.
     """
     if absmax_8bit is not None:
         raise UnfitError(
@@ -260,8 +261,8 @@ def gemm_4bit(
 
 
 def int8_codes(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, None]:
-    """Returns codes [.., K] and the largest magnitude of each row [M]. Rows of zeros have codes
-    0."""
+    """Returns codes [.., K], the largest magnitude of each row [M], and None in place of the
+    columns of outliers. Rows of zeros have codes 0."""
     if threshold:
         raise UnfitError(
             "for all columns; with a threshold, some columns are multiplied separately"

@@ -320,8 +320,8 @@ def _skips(model: Any, named: Any, head: bool = False) -> Callable[[str], bool]:
     """Returns a function that takes the name of a module and tells whether a method leaves the
     module dense.
 
-    `named` holds the modules that the configuration names; if it is None, transformers' own choice
-    applies, which is the head. `head` says whether the head stays dense even if it is not named.
+    `named` holds the modules that the configuration names; if it is None, the head stays dense, as
+    transformers chooses. `head` says whether the head stays dense even if it is not named.
     """
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module

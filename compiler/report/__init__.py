@@ -55,13 +55,14 @@ class Kernel:
 class Site:
     """One fused site.
 
-    shapes: facts that a reader can check.
+    shapes: facts about the site by name, such as its shapes, which a reader can check.
     lowering: the way in which the op is computed.
     reason: the reason for this lowering.
     node: the name of the op in the rewritten graph.
     absorbed: the names of the original graph's nodes that the op replaces.
-    intermediate_bytes: the size of the values that leave the graph together with these nodes; 0 if
-        it is not known before the run. The op may make some of these values itself.
+    intermediate_bytes: the size of the values that disappear from the graph together with the
+        absorbed nodes; 0 if the size is not known before the run. The op may make some of these
+        values itself.
     launches: the number of kernels that the op itself starts.
     kernels: the kernels of the op, and the kernels of ops that compute its arguments, such as
         `mask_blocks`. The latter ops are separate nodes.
@@ -101,8 +102,8 @@ class GraphReport:
     seconds: the time of each phase.
     inputs: the graph's inputs that shared memory when the graph was traced.
     points: the census of the graph; empty if fusing did not begin.
-    target: the name of the chip, as in `Lowered`.
-    graph_breaks: the graph breaks of this graph alone, as in `Lowered`.
+    target: the name of the chip for which kernels are planned.
+    graph_breaks: the texts of the graph breaks that ended this graph.
     node_counts: the number of nodes before and after fusing, set only in a report without graphs.
     """
 
@@ -174,7 +175,12 @@ class GraphReport:
 @dataclass(frozen=True)
 class Lowered:
     """All graphs of a model. `str()` returns the report as text, and `to_json()` returns it as
-    JSON."""
+    JSON.
+
+    graphs: the report of each graph, in the order in which the graphs were compiled.
+    target: the name of the chip for which kernels are planned.
+    graph_breaks: the texts of the graph breaks, one for each place.
+    """
 
     graphs: tuple[GraphReport, ...]
     target: str

@@ -2,9 +2,9 @@
 fitted.
 
 Each step belongs to one class, according to what it does and how its weights are stored. The bar of
-a class is the smallest percentage that holds for nine of ten of its held-out rows in
-docs/predictions.md. It is at least 10 if there are few rows. `benchmarks/predictions.py` prints the
-bars, and a test compares the numbers here with them.
+a class is the smallest percentage within which nine of ten held-out rows of the class in
+docs/predictions.md lie. It is at least 10 if there are few rows. `benchmarks/predictions.py` prints
+the bars, and a test compares the numbers here with them.
 """
 
 from __future__ import annotations

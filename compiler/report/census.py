@@ -204,7 +204,8 @@ def _reached(start: Sequence[Value], sought: Sought, graph: Graph) -> Iterator[f
 
 
 def _walk(start: Value, sought: Sought, graph: Graph) -> list[Value]:
-    """Returns the first points upstream of a value that have a kind in `sought.before`."""
+    """Returns the points upstream of a value that have a kind in `sought.before`. The search ends
+    at points of other kinds, at writes, and after `sought.depth` products on the way."""
     found: list[Value] = []
     front, seen = [(start, 0)], {start}
     while front:
@@ -239,7 +240,8 @@ def _behind(start: Value, sought: Sought, graph: Graph) -> Iterator[Value]:
 
 
 def _beside(product: Value, graph: Graph) -> Iterator[fx.Node]:
-    """Yields the nodes of other products that multiply the activation of a product by a weight."""
+    """Yields the nodes of the other products that read the same activation as `product` and
+    multiply it by a weight."""
     held = graph.weights(product)
     for view in product.operands:
         if view in held or len(view.shape) < 2:

@@ -71,8 +71,10 @@ class Behind:
     ends: the points that read the value.
     returned: whether the graph returns a value on the way.
     activated: whether an activation is applied on the way.
-    added: whether a tensor is added that is not computed from the value.
-    gated: whether two tensors that are computed from the value are multiplied.
+    added: whether a tensor of equal size is added on the way that is computed neither from the
+        value nor from stored tensors alone.
+    gated: whether the value, or a value on the way, is an elementwise product of two tensors of its
+        own shape.
     """
 
     ends: tuple[Value, ...]
@@ -505,9 +507,10 @@ def _keeps_state(value: Value, graph: Graph) -> bool:
 def _leaves_for_next(value: Value, graph: Graph) -> bool:
     """Whether one token replaces the whole of a memory.
 
-    Either the token is one of several, or it is the only one and the graph has read the memory,
-    which has no dimension for tokens. The new value must not depend on the old one. Therefore a row
-    of tokens that moves on by one token does not count: its new value contains old tokens.
+    Either the step computes several tokens and stores one of them; or the step has only one token,
+    the memory has no dimension for tokens, and the graph has read the memory before. The new
+    contents must not depend on the old contents. Therefore a memory of several tokens that moves on
+    by one token does not count: its new contents include old tokens.
     """
     store = value.store
     assert store is not None

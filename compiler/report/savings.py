@@ -65,8 +65,8 @@ class Times(Summed):
 
 @dataclass(frozen=True)
 class SavingsRow:
-    """Parts of a step in which the ops of one pattern, or one other function, read weights of one
-    format as codes.
+    """The parts of a step in which one reader reads weights of one format as codes. The reader is
+    either the ops of one pattern, or another function.
 
     by: the name of the pattern, or of the function.
     form: the format, in words.
@@ -190,7 +190,8 @@ class _Graph:
 
     @property
     def tokens(self) -> int | None:
-        """The number of rows of the first fused op with codes."""
+        """The number of rows of the first fused op with codes. None if no such op has a number of
+        rows."""
         coded = {read.node for read in self.weights.reads if read.how == "codes"}
         facts = (str(s.shapes.get("x", "")) for s in self.report.matches if s.node in coded)
         found = (re.match(r"\w*\[(\d+),", fact) for fact in facts)

@@ -72,8 +72,9 @@ FOUR_BIT_BYTES = 0.55
 #: The name of the kernel for linears of codes with many tokens. It decodes while the tensor cores
 #: multiply, and reaches PRODUCT_SHARE.
 MIXED_LINEAR = "mixed_linear"
-#: The share of the tensor cores' rate that MIXED_LINEAR reaches instead, by format. The two scales
-#: of NVFP4 take longer than the product (docs/quantised-performance.md, "Prompts").
+#: The share of the tensor cores' rate that MIXED_LINEAR reaches in place of PRODUCT_SHARE, by
+#: format. The two scales of NVFP4 take longer than the product (docs/quantised-performance.md,
+#: "Prompts").
 MIXED_SHARES = {"nvfp4": 0.78}
 #: The share of the tensor cores' rate that mixtures reach if their weights are codes. It comes from
 #: moe_quantized.json (fp8, 64 and 1024 tokens).
@@ -93,8 +94,8 @@ MANY_QUERIES = 64
 class Spent:
     """The modelled microseconds of a part, by cause. Their sum is the modelled time of the part.
 
-    products: the time of products of activations with weights.
-    between: the time of the bytes that cross between parts.
+    products_us: the time of products of activations with weights.
+    between_us: the time of the bytes that cross between parts.
     """
 
     weights_us: float = 0.0

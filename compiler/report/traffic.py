@@ -3,10 +3,10 @@ bytes that each unit moves.
 
 Each fused op is a unit, and so is each product. The remaining nodes of a layer that pass values to
 each other, with no fused op or product between them, count as one kernel of Inductor, even if
-Inductor makes several. Views move nothing. A write in place reads its target only if something is
-added to the target, and it moves only the rows of a cache that it writes. A tensor that several
-nodes of a unit read counts once. A view counts as the bytes that it selects, and a lookup as the
-bytes that it returns.
+Inductor makes several. A view by itself moves nothing. A node that reads a view moves the bytes
+that the view selects, and a lookup moves the bytes that it returns. A write in place reads its
+target only if the new values are computed from the old ones, and it moves only the rows of a cache
+that it writes. A tensor that several nodes of a unit read counts once.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ class _Memory:
     makers: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
     writes: dict[fx.Node, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     puts: dict[fx.Node, Put] = field(default_factory=dict)
-    # Some views have a separate storage among the fake tensors. This maps such a storage to the
-    # storage of the view's source.
+    # Some views have a separate storage among the fake tensors. This dictionary maps such a storage
+    # to the storage of the view's source.
     aliases: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -250,7 +250,8 @@ class _Memory:
 
 def _alive(graph: fx.Graph) -> set[fx.Node]:
     """Returns the nodes whose results the outputs of the graph depend on. Also returns the nodes
-    that write to memory that the graph does not allocate, or on which the outputs depend."""
+    that write to memory, if the graph does not allocate this memory or if the outputs depend on
+    it."""
     shared = _shared_storages(graph)
 
     def storages(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -74,10 +74,11 @@ def rewrite_sites(
 ) -> tuple[list[Rewritten], list[tuple[Match, Miss]]]:
     """Rewrites every match of `flow` in `graph`. The matches must not overlap.
 
-    The op's fake implementation runs first. If it refuses its arguments or fails, the site stays as
-    it was, and the result has a Miss for it; `failed` makes the miss of a failure. A site on a chip
-    that has no kernels for its op becomes a Miss, too. `target` is the chip for sites whose device
-    does not tell it. Raises HalfRewrittenError for a failure after the graph has changed.
+    The op's fake implementation runs first. If this implementation refuses its arguments or fails,
+    the site stays as it was, and the result has a Miss for the site; `failed` makes the miss of a
+    failure. A site on a chip that has no kernels for its op becomes a Miss, too. `target` is the
+    chip for sites whose device does not tell it. Raises HalfRewrittenError for a failure after the
+    graph has changed.
     """
     materialiser = Materialiser(graph, flow)
     done: list[Rewritten] = []

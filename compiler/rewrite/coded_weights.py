@@ -51,8 +51,8 @@ class CodedWeights:
         return target in (F.linear, torch.ops.aten.linear.default)
 
     def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
-        """Returns the spelled-out call. Returns None for a linear whose weight is plain, or belongs
-        to a class that cannot be read."""
+        """Returns the spelled-out call. Returns None for a linear that stays as it is, for example
+        because its weight is plain, or belongs to a class that cannot be read."""
         x, weight, bias = (argument(call, at, name) for at, name in enumerate(_OPERANDS))
         if not _is_read(weight) or not call.users:
             return None
@@ -97,7 +97,7 @@ class _Inside:
 def _decoded(call: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Trace:
     """Traces a linear as a function of x, the tensors inside its weight, and the bias.
 
-    Raises UnfitError if the library's own linear reads other tensors than the decoded one.
+    Raises UnfitError if the library's own linear reads other tensors than the linear that decodes.
     """
     held = weight.meta["example_value"]
     names, _ = held.__tensor_flatten__()

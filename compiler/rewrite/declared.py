@@ -2,10 +2,10 @@
 
     declare("somebodys::op", meaning)
 
-`meaning` is a function in plain PyTorch. While patterns look at the graph, it has the operations of
-`meaning` in place of each call of the operator. A call stays as it was written if no pattern took a
-part of it (`spelled.py`). Operators of quantisation libraries are declared by default
-(`compiler/quantised/operators.py`).
+`meaning` is a function in plain PyTorch. While patterns look at the graph, the graph has the
+operations of `meaning` in place of each call of the operator. A call stays as it was written if no
+pattern took a part of it (`spelled.py`). Operators of quantisation libraries are declared by
+default (`compiler/quantised/operators.py`).
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ def _fault_of_names(meaning: Meaning, overload: Any) -> str:
 
 
 def _meaning_of(overload: Any) -> Meaning | None:
-    """Returns the declaration of an operator. The user's declarations are searched before the
-    default ones. In each, the full name is searched first, and then the name of a hub kernel or a
-    wildcard."""
+    """Returns the declaration of an operator, or None if it has none. The user's declarations are
+    searched before the default ones. In each, the full name is searched first, and then the name of
+    a hub kernel or a wildcard."""
     namespace, _, name = overload._schema.name.partition("::")
     if namespace in _KNOWN:
         return None

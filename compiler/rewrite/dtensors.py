@@ -121,8 +121,8 @@ def _multiply_locally(node: fx.Node) -> None:
 
 
 def _unwrapping(node: fx.Node) -> list[fx.Node]:
-    """Returns a node and all nodes that read its DTensor, up to the plain tensors, in program
-    order.
+    """Returns all nodes that read a node's DTensor, directly or through other DTensors, up to the
+    plain tensors, in program order.
 
     The list is empty if one of them does more than unwrap, or if the graph returns the DTensor.
     """
@@ -144,8 +144,8 @@ def _holds(user: fx.Node, source: fx.Node) -> bool:
 
 
 def _plain_source(node: fx.Node) -> fx.Node | None:
-    """Returns the plain tensor that `DTensor.from_local` wraps. Returns None if the call checks it
-    over all ranks."""
+    """Returns the plain tensor that `DTensor.from_local` wraps. Returns None if the call compares
+    the tensors of all ranks."""
     if name_of(node) != "from_local" or argument(node, 3, "run_check", False):
         return None
     source = argument(node, 0, "local_tensor")

@@ -87,7 +87,7 @@ def _call_of(node: fx.Node) -> _Call:
 
 
 def _first_result(node: fx.Node) -> fx.Node:
-    """Returns the node of the first result of a call. Raises _Unreadable if the log-sum-exp of the
+    """Returns the node of the first result of a call. Raises _Unreadable if another result of the
     call is used."""
     parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if len(parts) != len(node.users) or set(parts) != {0}:
@@ -188,7 +188,8 @@ def _wide(write: Writer, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
 
 
 def _looked_up(node: fx.Node, tables: set[fx.Node]) -> tuple[fx.Node, list[Any]] | None:
-    """Returns (table, an index for each of its dimensions) for `table[i][j]` and `table[i, j]`."""
+    """Returns (table, an index for each of its dimensions) for `table[i][j]` and `table[i, j]`.
+    Returns None for any other node."""
     at: list[Any] = []
     held = node
     while held not in tables:

@@ -152,8 +152,8 @@ def _copied(source: Any) -> _Call | None:
 
 
 def _assigned(node: fx.Node) -> _Call | None:
-    """Returns the call that makes the new tensor for `x[:] = y`, `x[mask] = number` or `x[rows] =
-    y`."""
+    """Returns the call that makes the new tensor for `x[:] = y`, `x[mask] = number` or
+    `x[rows] = y`. Returns None for any other assignment."""
     base, index, value = node.args
     items = index if isinstance(index, tuple) else (index,)
     sizes = base.meta["example_value"].shape  # type: ignore[union-attr]
@@ -184,7 +184,8 @@ def _takes_all(part: slice, size: Any) -> bool:
 
 
 def _put(base: Any, indices: Any, value: Any) -> _Call | None:
-    """Returns the call that puts rows into zeros, for `x.index_put_((rows,), y)`."""
+    """Returns the call that puts rows into a tensor of zeros, for `x.index_put_((rows,), y)`.
+    Earlier calls may have put other rows into it. Returns None for other arguments."""
     if len(indices) != 1 or not is_tensor_node(indices[0]) or not is_tensor_node(value):
         return None
     at, held, put = (n.meta["example_value"] for n in (indices[0], base, value))
@@ -264,7 +265,8 @@ class _Rewriter:
                 if source in self.result:
                     node.replace_input_with(source, self._result_of(source))
             self._follow(node)
-        # This comes here and not earlier, because the node's inputs may just have been made new.
+        # The replacement is looked up here and not earlier, because the node's inputs may just have
+        # been made new.
         call = _out_of_place(node) if node.target in self.writing else None
         done = call is not None and self._make_new(node, call)
         for storage in dict.fromkeys(_compat.storages_of(node)):

@@ -76,8 +76,8 @@ class Materialiser:
         # The layouts of the views that reshapes return, by the arguments of the reshape and the
         # layout of its input.
         self._reshapes: dict[Any, tuple[Any, ...]] = {}
-        # For each node that an earlier rewrite replaced, the node that replaced it. For an absorbed
-        # write, the memory that it wrote.
+        # Maps each node that an earlier rewrite replaced to the node that replaced it. An absorbed
+        # write is mapped to the node of the memory that it wrote.
         self.replaced: dict[fx.Node, fx.Node] = {}
         # Values of which an earlier rewrite left only parts. Each has the op's output that holds
         # these parts.
@@ -130,8 +130,9 @@ class Materialiser:
     def _cut_axes(
         self, node: fx.Node, shape: Sequence[Size], effect: Effect
     ) -> tuple[fx.Node, list[Atom]]:
-        """Cuts every axis of the base down to the atoms that are taken from it. Returns the node
-        and the atoms, in the order of the dimensions."""
+        """Cuts every axis of the base down to the atoms of `effect` on this axis. An atom is a run
+        of indices with equal steps. Returns the node and the atoms, in the order of the
+        dimensions."""
         order: list[Atom] = []
         dim = 0
         for axis, size in enumerate(shape):

@@ -25,8 +25,8 @@ from tilewright.compiler.rewrite.spelled import SpelledOut, spell_out
 from tilewright.compiler.safety.modes import modes_of
 from tilewright.patterns.language import Miss
 
-#: The order matters. `in_place` asks which tensors share memory, and a dropout that is off hides
-#: that its input and its result share memory.
+#: The order matters. A dropout that is off hides that its input and its result share memory. Such
+#: dropouts are removed before `make_arithmetic_new` asks which tensors share memory.
 _PASSES: tuple[Callable[[fx.Graph], object], ...] = (
     make_fills_plain,
     remove_idle_dropouts,

@@ -1,5 +1,5 @@
-"""Erases Dynamo's checks of a size that depends on data, if no other node reads the tensor any
-more.
+"""Erases Dynamo's checks of a size that depends on data, if no other node reads the tensor of that
+size any more.
 
 For `where(mask)`, the checks say that `where` finds between 0 and `mask.numel()` places:
 
@@ -24,8 +24,8 @@ _SIZE = torch.ops.aten.sym_size.int
 
 
 def erase_size_checks(graph: fx.Graph, node: fx.Node) -> None:
-    """Erases all readers of `node`, whose number of results depends on data, if they only check
-    bounds that this number always keeps."""
+    """Erases all readers of `node`, if they do nothing but check bounds of the number of its
+    results. This number depends on data, but must always keep the bounds."""
     if node.target not in _FINDS or len(node.args) != 1 or node.kwargs:
         return
     mask: Any = node.args[0]

@@ -83,7 +83,8 @@ class Kind(Protocol):
         any exception."""
 
     def refused(self, call: fx.Node, error: Exception) -> Miss | None:
-        """Returns the miss of a call for which :meth:`spell` raised."""
+        """Returns the miss of a call for which :meth:`spell` raised. Returns None if the report
+        shall have no miss for it."""
 
 
 def spell_out(
@@ -205,8 +206,8 @@ def _put_back(graph: fx.Graph, site: SpelledOut) -> bool:
 
 
 def _give_back(result: fx.Node, part: fx.Node, site: SpelledOut) -> bool:
-    """Makes the readers of `part` read `result` in the shape of `part`, which is possible because
-    `result` is a view of it. Returns False otherwise."""
+    """Makes the readers of `part` read a view of `result` that has the shape of `part`. Returns
+    False if there are readers and no such view is possible."""
     readers = [user for user in part.users if user not in site.regrouped]
     held = result.meta["example_value"]
     shape = [n if isinstance(n, int) else -1 for n in part.meta["example_value"].shape]

@@ -247,8 +247,8 @@ def _apart_along(axis: int, one: Effect, other: Effect) -> bool:
 
 
 def _walked(effect: Effect, axis: int) -> tuple[list[Size], list[Size]]:
-    """Returns the lengths and the steps of the parts of an effect that go along one axis of its
-    base."""
+    """Returns the lengths and the steps of the parts of an effect that go along one axis of the
+    tensor from which the effect selects."""
     atoms = [atom for dim in effect.dims for atom in dim if atom.axis == axis]
     return [atom.length for atom in atoms], [atom.step for atom in atoms]
 

@@ -18,8 +18,8 @@ class LintError(RuntimeError):
 def check_site(
     match: Match, node: fx.Node, replacements: Sequence[tuple[fx.Node, fx.Node]]
 ) -> None:
-    """Checks order, users, mutated bases and metadata around one fused op. Raises LintError if one
-    of them is wrong."""
+    """Checks the order of nodes around one fused op, the users of replaced nodes, the written
+    tensors and the metadata. Raises LintError if any of these is wrong."""
     for operand in node.all_input_nodes:
         _require(operand < node, f"{node.name} uses {operand.name} before it is computed")
     for _, new in replacements:

@@ -137,8 +137,8 @@ class _Watch:
         return self.meeting
 
     def _first_meeting(self, moved: Sequence[int]) -> tuple[int, int] | None:
-        """Returns the first pair that overlaps. `moved` has the positions of the inputs that have
-        moved since the latest call."""
+        """Returns the first pair that overlaps, or None if no pair does. `moved` has the positions
+        of the inputs that have moved since the latest call."""
         memory = self.memory
         written_moved = not memory.written.isdisjoint(moved)
         if self.written is None or written_moved:

@@ -97,7 +97,7 @@ class WindowPages(FullPages):
 
     transformers keeps such layers in a ring buffer, which a block table cannot describe. Here a
     request has a block table as for full attention. An entry of 0 in this table stands for a page
-    that was given back, because no request has block 0.
+    that was given back; no request ever has block 0.
     """
 
     layer_type = SlidingAttentionCacheAllocator.layer_type
@@ -151,7 +151,8 @@ class WindowPages(FullPages):
     def fork_blocks(
         self, source_request_id: str, dest_request_id: str, past_length: int
     ) -> tuple[list[int], list[int]]:
-        """Gives a fork blocks of its own for the pages that the request still has."""
+        """Gives a fork blocks of its own for the pages that the request still has. Returns the
+        blocks of the request, and the fork's new blocks in the same order."""
         table = self.block_table[source_request_id]
         source = [block for block in table if block]
         fresh = self.pool.get_free_blocks(self.index, len(source))

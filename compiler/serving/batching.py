@@ -41,9 +41,9 @@ class BatchingConfig(ContinuousBatchingConfig):
     given.
 
     For a model that `enable` has changed, `max_blocks_per_request` keeps its value. For any
-    attention except its own flash attention, transformers would set `max_blocks_per_request` to 0.
-    This value would turn off block tables, and with them decode steps, in which each sequence has
-    one token.
+    attention except transformers' own flash attention, transformers would set
+    `max_blocks_per_request` to 0. This value would turn off block tables, and with them decode
+    steps, in which each sequence has one token.
     """
 
     options: dict[str, Any] | None = None

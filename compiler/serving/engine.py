@@ -39,9 +39,10 @@ def enable(model: nn.Module) -> bool:
     """Makes tilewright run continuous batching of this model: `generate_batch()` and managers.
 
     model: a model of transformers with `generate()`, on any device. Returns whether the model was
-    changed. If transformers or the model lacks something that this needs, the model stays as it is,
-    and one warning gives the reason. Raises TypeError for other models. Raises RuntimeError if an
-    earlier manager of this model is kept; `destroy_cached_continuous_batching_manager` ends it.
+    changed. If transformers or the model lacks something that tilewright needs, the model stays as
+    it is, and one warning gives the reason. Raises TypeError for other models. Raises RuntimeError
+    if an earlier manager of this model is kept; `destroy_cached_continuous_batching_manager` ends
+    it.
 
     Tokens are those of transformers' own continuous batching, up to rounding. `generate()` and
     `forward()` work as before, but raise while a manager lives. The engine accepts any settings;

@@ -82,16 +82,16 @@ def defer_stop_check(model: nn.Module) -> bool:
     """Makes `generate()` of this model read one step late whether to stop, on CUDA.
 
     model: a model of transformers with `generate()`, on any device. Returns whether the model was
-    changed. If transformers or the model's class lacks something that this needs, the model stays
-    as it is, and a warning names what is missing. Raises TypeError for other models.
+    changed. If transformers or the model's class lacks something that the deferred check needs, the
+    model stays as it is, and a warning names what is missing. Raises TypeError for other models.
 
     Tokens, scores, returned caches and the state of the device's random generator are the same as
     with a check at every step. After an EOS or a stop string the model runs once more, and what
     that run wrote is removed; a stop at `max_length` costs nothing. A streamer gets each token one
     step later. The check is not deferred with processors or stopping criteria of the caller,
-    `synced_gpus`, beams, or assisted decoding. Neither is it deferred for calls that can end before
-    `max_length` and return a cache from which a step cannot be removed, such as a `StaticCache`
-    with sliding windows.
+    `synced_gpus`, beams, or assisted decoding. The check is not deferred either for calls that can
+    end before `max_length` and return a cache from which a step cannot be removed, such as a
+    `StaticCache` with sliding windows.
 
     Changes the class of the model to a subclass of it, so a compiled model compiles again. Copies
     and pickles have the original class. `undefer_stop_check` undoes the change.

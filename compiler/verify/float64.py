@@ -57,8 +57,8 @@ def widen(value: Any) -> Any:
 
 
 def _widened(items: Any) -> Any:
-    """Returns nested arguments in float64. This concerns the tensors, and the dtypes for which a
-    call asks."""
+    """Returns nested arguments with float64 in place of narrower floats, in tensors and in the
+    dtypes for which a call asks."""
     if isinstance(items, torch.Tensor):
         return widen(items)
     if isinstance(items, dict):

@@ -115,7 +115,7 @@ def first_numbers(words_ptr, x_ptr, out_ptr):
 
 @pytest.mark.parametrize("place", range(4))
 def test_float8_codes_in_dot_products(place):
-    """A row of four equal codes, of which x takes one."""
+    """Tests rows of four equal codes; x is 1 for one of the four, and 0 for the others."""
     words, out = ALL_CODES.repeat_interleave(4).view(torch.int32), torch.empty(256)
     interpret(first_numbers)[(1,)](words, torch.eye(4)[place], out)
     assert_same(out, ALL_CODES.view(E4M3).float())
@@ -134,7 +134,8 @@ def times_scales(words_ptr, scales_ptr, out_ptr, unit_ptr):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_e2m1_codes_by_e4m3_scales_of_linears(dtype):
-    """Row r has all codes, in whatever order, and the scale of code r: negative ones, and NaN."""
+    """Tests rows with all codes, in any order. The scale of row r is the number of code r, which
+    may be negative or NaN."""
     out, unit = torch.empty(256, 32, dtype=dtype), torch.zeros(1)
     interpret(times_scales)[(1,)](WORDS.repeat(256, 2), ALL_CODES.view(E4M3), out, unit)
     wanted = times(torch.arange(16).repeat(2), ALL_CODES.view(E4M3), dtype)
@@ -151,7 +152,8 @@ def times_powers(words_ptr, scales_ptr, out_ptr):
 
 
 def test_e2m1_codes_by_e8m0_scales_of_experts():
-    """As above, for bfloat16, which has all these scales."""
+    """Tests rows with all codes, each row with one of the 256 scales, in bfloat16, which can
+    represent all these scales."""
     scales = ALL_CODES[:, None].repeat(1, 4)
     out = torch.empty(256, 128, dtype=torch.bfloat16)
     interpret(times_powers)[(1,)](WORDS.repeat(256, 8), scales, out)
@@ -176,7 +178,8 @@ EDGES = torch.tensor([0.0, -1.0, 1.1, 65504.0, 2.0**-24, 2.0**-126, torch.inf, t
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", ["fp8", "int4", "nvfp4", "mxfp4"])
 def test_tiles_of_experts(name, dtype):
-    """Each row has one scale: every one that is a code, or edges of floats."""
+    """Tests rows of codes with one scale each. The scales are the numbers of all codes if the
+    format stores scales as codes, and otherwise extreme floats."""
     codes = torch.arange(16)
     packed = fp4.pack(codes)
     numbers, stored = fp4.decode(codes, torch.float64), packed

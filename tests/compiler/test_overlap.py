@@ -1,5 +1,5 @@
-"""Tests the check of each call for inputs that share memory: it must find them whenever two inputs
-do."""
+"""Tests the check of each call for inputs that share memory. Whenever two inputs share memory, the
+check must find them."""
 
 from __future__ import annotations
 

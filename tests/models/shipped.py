@@ -72,7 +72,7 @@ class Shipped:
 
     library: the library that must be installed.
     load: a function from (model, empty folder) to the loaded model.
-    models: the keys of CONFIGS that exist in the format. If it is empty, these are all models but
+    models: the keys of CONFIGS that exist in the format. An empty tuple stands for all models but
         gpt_oss, which exists only in MXFP4.
     """
 

@@ -1,5 +1,5 @@
-"""Tests that a request for the derivative or the batching rule of an op gets the error that it has
-none."""
+"""Tests that a request for the derivative or the batching rule of an op raises an error which says
+that the op has none."""
 
 from __future__ import annotations
 

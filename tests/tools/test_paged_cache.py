@@ -283,8 +283,8 @@ def test_generate_compiles_its_steps_once_and_once_for_all_sizes(backend):
 
 
 def test_options_beside_the_mode_that_a_config_has_are_told_apart():
-    """Options in addition to a config's mode are reported. Given in place of the mode, they do the
-    same as the mode."""
+    """Options in addition to a config's mode are reported. If they are given in place of the mode,
+    they do the same as the mode."""
     model = built("Llama")
     options = {"inner_options": torch._inductor.list_mode_options("reduce-overhead")}
     with pytest.raises(RuntimeError, match="Either mode or options"):

@@ -46,7 +46,7 @@ DynamicOption = Annotated[
 
 def target_name(given: str | None) -> str | None:
     """Returns the name of the target for which `given` stands. `given` may be the name of a target
-    or of a product. Returns any other name unchanged."""
+    or of a product. Returns any other name, and None, unchanged."""
     target = find_target(given)
     return given if target is None else target.name
 
@@ -93,8 +93,8 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def users_code(name: str) -> Iterator[None]:
-    """Turns any error in the block into a CommandError. The block imports or calls a user's
-    code."""
+    """Turns a ModelError in the block into a CommandError, and also a SystemExit. The block imports
+    or calls a user's code."""
     try:
         yield
     except ModelError as error:

@@ -155,8 +155,8 @@ def check_target(name: str) -> None:
 
 
 def pattern_names(listed: str | None) -> list[str] | None:
-    """Returns the names in `--patterns`. Call it after the model is loaded, because the model's
-    file may register patterns."""
+    """Returns the names in `--patterns`, or None if the option is not given. Call it after the
+    model is loaded, because the model's file may register patterns."""
     names = None if listed is None else [name.strip() for name in listed.split(",")]
     try:
         registered(names)

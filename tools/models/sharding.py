@@ -2,8 +2,8 @@
 
 torch's fake process group gives any number of ranks in one process and transfers nothing.
 transformers shards the model by its own plan, on the meta device. Every rank has an equal part, so
-the work of rank 0 equals the work of every rank. Only the leading dense layers and one layer of
-each following kind are built; the other layers are counted.
+the work of rank 0 equals the work of every other rank. Only the leading dense layers and one layer
+of each following kind are built; the other layers are counted.
 """
 
 from __future__ import annotations

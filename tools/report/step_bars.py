@@ -161,9 +161,9 @@ def as_captured(graph: GraphReport) -> GraphReport:
 
 
 def _made(node: fx.Node) -> float:
-    """Returns the number by which the cost of a unit is divided among its nodes: the bytes of a
-    node's results (for a write in place, the bytes that are written) plus one, so that no number is
-    zero."""
+    """Returns the number in proportion to which a node takes a part of the cost of its unit. It is
+    the bytes of the node's results (for a write in place, the bytes that are written) plus one, so
+    that no number is zero."""
     tensors = _compat.tensors_of(node)
     if writes_in_place(node):
         tensors = _compat.tensors_of(*node.all_input_nodes)[1:]

@@ -146,7 +146,7 @@ def profile_of(trace: Mapping[str, Any], step: Step, steps: int | None = None) -
     of tilewright's kernels. Raises TraceError if the trace has no kernels, or does not consist of
     that number of equal steps.
     """
-    launches = list(_launches(trace))
+    launches = _launches(trace)
     if not launches:
         raise TraceError("the trace has no kernels: record it with ProfilerActivity.CUDA, on a GPU")
     expected = _expected(step)
@@ -171,7 +171,7 @@ def profile_of(trace: Mapping[str, Any], step: Step, steps: int | None = None) -
     return Profile(steps, whole, step.total.floor_us, tuple(rows))
 
 
-def _launches(trace: Mapping[str, Any]) -> Iterator[Launch]:
+def _launches(trace: Mapping[str, Any]) -> list[Launch]:
     """Returns the events on the GPU, sorted by their start."""
     found = [
         Launch(event["name"], event["cat"], event["ts"], event["ts"] + event["dur"])
@@ -180,7 +180,7 @@ def _launches(trace: Mapping[str, Any]) -> Iterator[Launch]:
         and event.get("ph") == "X"
         and event.get("cat") in ("kernel", *_COPIES)
     ]
-    return iter(sorted(found, key=lambda launch: (launch.start, launch.end)))
+    return sorted(found, key=lambda launch: (launch.start, launch.end))
 
 
 def _timed(

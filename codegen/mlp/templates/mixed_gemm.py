@@ -158,19 +158,19 @@ def load_tiles(
 
 @gluon.jit
 def load_blocks(
-    scale_ptr, zero_ptr, rows, unit, N: gl.constexpr, K: gl.constexpr, UNIT: gl.constexpr,
+    scale_ptr, zero_ptr, rows, span, N: gl.constexpr, K: gl.constexpr, SPAN: gl.constexpr,
     GROUPS: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
     SCALE_ROW_STRIDE: gl.constexpr, SCALE_COLUMN_STRIDE: gl.constexpr,
     ZERO_ROW_STRIDE: gl.constexpr, ZERO_COLUMN_STRIDE: gl.constexpr,
     PACKED_ZEROS: gl.constexpr, ORDER: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Returns (scales, zeros), each [rows, GROUPS], for one unit of columns.
+    """Returns (scales, zeros), each [rows, GROUPS], for SPAN columns.
 
     Scales keep the dtype in which they are stored; zeros are converted to int32. If there are no
     zeros, the scales are returned in their place.
     """
     group = gl.arange(0, GROUPS, gl.SliceLayout(0, BLOCKS)).expand_dims(0)
-    column = (unit * UNIT) // SCALE_COLUMNS + group
+    column = (span * SPAN) // SCALE_COLUMNS + group
     row = rows.expand_dims(1)
     there = (row < N) & (column * SCALE_COLUMNS < K)
     block_row = row // SCALE_ROWS
@@ -259,8 +259,8 @@ def decoded(
         # Bytes 4 to 7 are the bytes of the word after a shift by one nibble.
         select = (even_byte + 4 - even % 2 * 4) << 4 | (odd_byte + 4 - odd % 2 * 4) << 12
     elif CODES == "table":
-        # Bytes 4 to 7 are the bytes of the word after a shift by one nibble to the right.
-        select = even_byte + even % 2 * 4 | (odd_byte + odd % 2 * 4) << 4
+        # One byte holds both codes of a pair. Bytes 4 to 7 belong to the word eight rows below.
+        select = even_byte | even_byte + 4 << 4
     elif CODES == "e4m3":
         # Each byte goes to the top of its half.
         select = 0x0004 | even_byte << 4 | 0x0400 | odd_byte << 12
@@ -269,9 +269,9 @@ def decoded(
     chosen = gl.broadcast(select.expand_dims(0), codes)[0]
     if CODES == "table":
         numbers = gl.inline_asm_elementwise(
-            LOOKUP, "=r,r,r,r,r,r,r",
+            LOOKUP, "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
             [codes, chosen, spread(high, codes, GROUPS, TILE), spread(low, codes, GROUPS, TILE)],
-            dtype=gl.bfloat16, is_pure=True, pack=2,
+            dtype=gl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
     elif CODES == "e2m1":
         # Move the sign and the other three bits of a nibble to the sign and the low exponent bits
@@ -455,8 +455,8 @@ def multiply_tiles(
     CONSUMER: gl.constexpr, x_tiles, word_tiles, full, empty, handed, scale_ptr, zero_ptr, bias_ptr,
     factor_ptr, residual_ptr, residual_desc, out_desc, out_tiles, workspace_ptr, counters_ptr,
     whole, num_tiles, tiles_t, N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr,
-    UNIT: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr, LOOKUP: gl.constexpr,
-    PER: gl.constexpr,
+    UNIT: gl.constexpr, SPAN: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr,
+    LOOKUP: gl.constexpr, PER: gl.constexpr,
     ORDER: gl.constexpr, SIGNED: gl.constexpr, ZERO_POINT: gl.constexpr,
     PACKED_ZEROS: gl.constexpr, SCALED: gl.constexpr, EXACT: gl.constexpr,
     UNIT_OF_CODES: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
@@ -473,6 +473,7 @@ def multiply_tiles(
     """
     CHUNK: gl.constexpr = 64
     STEPS: gl.constexpr = UNIT // BLOCK_K
+    SPANS: gl.constexpr = UNIT // SPAN
     HAS_ZEROS: gl.constexpr = zero_ptr is not None
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
@@ -491,7 +492,7 @@ def multiply_tiles(
         first_row = row_tile * BLOCK_N + CONSUMER * (BLOCK_N - ROWS)
         rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, BLOCKS))
         scale, zero = load_blocks(
-            scale_ptr, zero_ptr, rows, first, N, K, UNIT, GROUPS, SCALE_ROWS, SCALE_COLUMNS,
+            scale_ptr, zero_ptr, rows, first * SPANS, N, K, SPAN, GROUPS, SCALE_ROWS, SCALE_COLUMNS,
             SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE,
             PACKED_ZEROS, ORDER, BLOCKS,
         )  # fmt: skip
@@ -505,13 +506,15 @@ def multiply_tiles(
             EXACT, GROUPS, ROWS, BLOCK_K, OPERAND,
         )  # fmt: skip
         for unit in range(first, last):
-            # Load the scales of the next unit. After the last unit, the loaded scales are not used.
-            scale, zero = load_blocks(
-                scale_ptr, zero_ptr, rows, unit + 1, N, K, UNIT, GROUPS, SCALE_ROWS, SCALE_COLUMNS,
-                SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE,
-                PACKED_ZEROS, ORDER, BLOCKS,
-            )  # fmt: skip
             for part in gl.static_range(STEPS):
+                # Load the next scales. After the last unit, the loaded scales are not used.
+                if part % (STEPS // SPANS) == 0:
+                    scale, zero = load_blocks(
+                        scale_ptr, zero_ptr, rows, unit * SPANS + part // (STEPS // SPANS) + 1, N,
+                        K, SPAN, GROUPS, SCALE_ROWS, SCALE_COLUMNS, SCALE_ROW_STRIDE,
+                        SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE, PACKED_ZEROS,
+                        ORDER, BLOCKS,
+                    )  # fmt: skip
                 stage = step % STAGES
                 flying = warpgroup_mma(
                     weight, x_tiles.index(stage).permute((1, 0)), total, is_async=True
@@ -519,6 +522,7 @@ def multiply_tiles(
                 more = part < STEPS - 1
                 if part == STEPS - 1:
                     more = unit < last - 1
+                if (part + 1) % (STEPS // SPANS) == 0:
                     high, low, zeros = factors_of(scale, zero, UNIT_OF_CODES, HAS_ZEROS, ZERO_POINT)
                 step += 1
                 mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1, pred=more)
@@ -644,7 +648,7 @@ def mixed_linear(
     SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, SCALE_ROW_STRIDE: gl.constexpr,
     SCALE_COLUMN_STRIDE: gl.constexpr, ZERO_ROW_STRIDE: gl.constexpr,
     ZERO_COLUMN_STRIDE: gl.constexpr, SCALE: gl.constexpr, UNIT: gl.constexpr,
-    ACTIVATION: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    SPAN: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """Computes out [T, N] = residual + activation(SCALE * (x @ weight^T * factor + bias)) for x in
@@ -660,7 +664,7 @@ def mixed_linear(
 
     Args:
         CODES: The kind of codes: "nibbles", "bytes", "e4m3", "e2m1" or "table".
-        LOOKUP: For "table", the assembly that looks up the numbers of a pair of codes and
+        LOOKUP: For "table", the assembly that looks up the numbers of two pairs of codes and
             multiplies them by their scales.
         UNIT_OF_CODES: The number that a decoded 1 stands for.
         ORDER: Which nibble of a word holds each code; one hexadecimal digit for each code.
@@ -668,7 +672,8 @@ def mixed_linear(
         SCALED: Each code is multiplied by its scale. If not SCALED, each row has one scale, which
             multiplies the sums of the row.
         EXACT: bfloat16 represents the scales exactly.
-        UNIT: The number of columns whose scales are loaded together.
+        UNIT: The number of columns of an iteration of the loop over K.
+        SPAN: The number of columns whose scales are loaded together.
     """
     ROWS: gl.constexpr = 64
     PAIRED: gl.constexpr = up_weight_ptr is not None
@@ -721,7 +726,7 @@ def mixed_linear(
             (multiply_tiles, (
                 0, x_tiles, word_tiles, full, empty, handed, scale_ptr, zero_ptr, bias_ptr,
                 factor_ptr, residual_ptr, residual_desc, out_desc, out_tiles, workspace_ptr,
-                counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS, UNIT, GROUPS, CODES,
+                counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS, UNIT, SPAN, GROUPS, CODES,
                 LOOKUP, PER, ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED, EXACT, UNIT_OF_CODES,
                 SCALE_ROWS, SCALE_COLUMNS, SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE,
                 ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE, ACTIVATION, ACTIVATED, PAIRED, ROWS,
@@ -732,7 +737,7 @@ def mixed_linear(
                 up_zero_ptr if PAIRED else zero_ptr, up_bias_ptr if PAIRED else bias_ptr,
                 up_factor_ptr if PAIRED else factor_ptr, residual_ptr, residual_desc, out_desc,
                 out_tiles, workspace_ptr, counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS,
-                UNIT, GROUPS, CODES, LOOKUP, PER, ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED,
+                UNIT, SPAN, GROUPS, CODES, LOOKUP, PER, ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED,
                 EXACT, UNIT_OF_CODES, SCALE_ROWS, SCALE_COLUMNS, SCALE_ROW_STRIDE,
                 SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE,
                 ACTIVATION, ACTIVATED, PAIRED, ROWS, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, GROUP,

@@ -57,8 +57,8 @@ def parts(problem: CacheProblem, sequences: int, keys: int) -> tuple[int, ...]:
 def test_parts_of_latents(
     problem: CacheProblem, sequences: int, keys: int, on_h100: int, on_h200: int
 ) -> None:
-    """Two programs share a multiprocessor if they round latents. If they only read them, two
-    programs are faster where the memory is faster than one of them."""
+    """Two programs share a multiprocessor if they round latents. Programs that only read latents
+    share one on an H200, whose memory is faster than a single program reads, but not on an H100."""
     assert parts(problem, sequences, keys) == (on_h100, on_h200)
 
 

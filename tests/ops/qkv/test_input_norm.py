@@ -179,8 +179,8 @@ def test_a_tile_of_the_norm_s_weight_takes_its_share_of_memory():
 
 
 def test_what_is_measured_is_what_norms():
-    """The measured kernels are those that norm: a kernel that computes the norm of x is compared
-    with others that do. Otherwise all kernels are measured with an x that was normalised before."""
+    """For few tokens, only kernels that compute the norm of x are measured. For more tokens, all
+    kernels are measured with an x that was normalised before."""
     few = trials(Case(problem(), 1, SM90, packed=False))
     assert len(few) > 2
     assert all(choice.norms_x for choice in few.values())

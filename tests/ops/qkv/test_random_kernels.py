@@ -35,8 +35,8 @@ def check(op, a, run):
 
 
 def library_tolerances(a):
-    """Returns the tolerances of a library's result, which is rounded before it is clipped, when
-    numbers are larger."""
+    """Returns the tolerances of a library's result. The library rounds before the result is
+    clipped, when its numbers, and so the errors of rounding, are larger."""
     if not a.clip:
         return plain.LIBRARY
     whole = plain.outcome(plain.on_cpu(replace(a, clip=0.0)))

@@ -117,4 +117,5 @@ def test_lower_measures_for_the_gpu_at_hand(folder):
     (site,) = lowered.matches
     assert "measured here, best of" in site.reason
     assert len(times(folder)) == 1
-    assert any(note.startswith("tune: measured on ") for note in lowered.notes)
+    assert tuning.describe(target.name) in lowered.notes
+    assert torch.cuda.get_device_name() in tuning.describe(target.name)

@@ -148,8 +148,8 @@ def test_memory_is_zero_and_kept(on_the_cpu):
 
 
 def test_a_rank_waits_for_one_that_did_not_send_what_it_has(on_the_cpu):
-    """A rank that has not received a row that another rank owes it waits. This is found for the
-    last value of either slot, and where the count of rows starts again at zero."""
+    """A rank waits if it has not received a row that another rank owes it. The test covers the last
+    value of either slot, and where the count of rows starts again at zero."""
     peers._agreed_memory(WANTED, None, 0, lambda: None, on_the_cpu)
     ((rank, ((numbers, waits),)),) = on_the_cpu.watched
     assert (rank, numbers) == (1, (0, 10))

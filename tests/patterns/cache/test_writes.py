@@ -52,7 +52,8 @@ def table_args():
 
 
 def bumped(table, seq, positions):
-    """Advances the positions in the graph, so the op could not read them at its end."""
+    """Advances the positions in place within the graph, so an op at the end of the graph could not
+    read the old positions."""
     place = table[seq, positions // 8], positions % 8
     positions.add_(1)
     return place

@@ -175,8 +175,8 @@ def test_before_and_after_the_rotation(form, weighted, after):
 
 
 def test_a_weightless_norm_of_one_rotated_token():
-    """A weightless norm of one rotated token has a cos with the shape of a weight, which is
-    none."""
+    """Tests a weightless norm of one token that is rotated afterwards: `cos` has the shape of a
+    norm's weight, but is not one."""
     table = angles()[:1]
 
     def norm(m, x, _):
