@@ -103,6 +103,8 @@ CODES = {
     "mxfp4": Codes("mxfp4", (1, 32), torch.uint8, torch.uint8, (1, 2)),
     "nf4": Codes("nf4", (1, 64), torch.uint8, torch.float32, (1, 2), nibble_order=(1, 0)),
 }
+# The formats that are audited for each model. For the first model, all are.
+COMMON_CODES = ("codes", "int4")
 # The bytes of stack that a decode kernel may use. ptxas runs out of registers, and spills addresses
 # of shared memory that are constant in loops.
 DECODE_STACK = 64
@@ -218,8 +220,8 @@ def _decode_cases(target: Target) -> Iterator[AuditCase]:
                 elif spec.kernel == "head_products":
                     claims = Expectations(mma="bf16")
                     yield AuditCase(f"mla heads {model.name}, {name}", spec, claims)
-        for name, form in CODES.items():
-            a = form.of(_decode_call(model, 1))
+        for name in CODES if model is DECODED[0] else COMMON_CODES:
+            a = CODES[name].of(_decode_call(model, 1))
             for spec in decode.OP.plan_for(a, target.name).specs:
                 if spec.kernel == "head_products":
                     claims = Expectations(mma="bf16", fresh_sums_reason=SCALED_SUMS_REASON)
