@@ -1,5 +1,5 @@
-"""Builds the weight of an up-projection in the form that `mla_decode` expects, from its two halves:
-W_UK [H, N, L] for the keys and W_UV [H, V, L] for the values.
+"""Builds the weight of an up-projection in the form that `mla_decode` expects. The weight has two
+halves: W_UK [H, N, L] for the keys, and W_UV [H, V, L] for the values.
 
 Dimension letters are explained in `patterns/mla/keys.py`.
 """
