@@ -180,14 +180,14 @@ def _are_many(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
     """Whether the library's GEMM is faster and may be used.
 
     The library cannot read quantised weights. The library is not used before a norm of the result
-    either, because it rounds the numbers that the norm reads.
+    either, because the library rounds the numbers that the norm reads.
     """
     alone = problem.quantization is None and problem.post_norm is None
     return alone and takes_library(problem, num_tokens, target)
 
 
 def _apart(call: _Call, x: torch.Tensor) -> Steps:
-    """Multiplies x by the gate's weight and by the up weight in separate launches. Both are
+    """Multiplies x by the gate's weight and by the up weight in separate launches. Both weights are
     quantised. The two products stay in fp32 until the activation is computed."""
     a = call.a
     assert isinstance(a, LinearActivationArguments)

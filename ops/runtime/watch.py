@@ -1,12 +1,13 @@
 """Ends this process if its GPU waits for a rank whose process has ended.
 
 A kernel that waits for another rank cannot see that the rank is gone. Therefore, for each other
-rank on this host, a thread waits for the end of the rank's process. It uses Linux's pidfd_open(2),
-which costs nothing and reacts immediately. After that, the thread checks every few seconds whether
-this rank waits for the rank that has ended. If this rank waits at two checks in a row, or if a
-check gets no answer, the thread logs a message and aborts this process. The launcher then notices
-that the process has ended. PyTorch's watchdog of NCCL ends a rank whose collective is lost in the
-same way (ProcessGroupNCCL.cpp, `terminateProcess`). A rank that does not wait keeps running.
+rank on this host, a thread waits for the end of the rank's process. The thread uses Linux's
+pidfd_open(2), which costs nothing and reacts immediately. After that, the thread checks every few
+seconds whether this rank waits for the rank that has ended. If this rank waits at two checks in a
+row, or if a check gets no answer, the thread logs a message and aborts this process. The launcher
+then notices that the process has ended. PyTorch's watchdog of NCCL ends a rank whose collective is
+lost in the same way (ProcessGroupNCCL.cpp, `terminateProcess`). A rank that does not wait keeps
+running.
 
 The threads need Python's global interpreter lock, like all threads of Python: if the code of a
 process never releases the lock, the process is not ended. This module does not import torch.
