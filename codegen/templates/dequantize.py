@@ -3,8 +3,8 @@
     w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk] * factor
 
 The weight is computed in fp32. Nibbles may have any order. Strides and blocks of scales may have
-any size. `dequantize_weight` decodes a whole weight for a library's GEMM. Other kernels decode tiles
-of a weight with the functions of this module.
+any size. `dequantize_weight` decodes a whole weight for a library's GEMM. Other kernels decode
+tiles of a weight with the functions of this module.
 """
 
 import triton
