@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -286,6 +287,41 @@ def test_numbers_of_a_table(name):
             wanted = TABLES[name][one] * scale
             spacing = 2.0 ** (math.frexp(wanted)[1] - 8)
             assert abs(found - wanted) <= 0.505 * spacing
+
+
+# The lines of the template that find the bytes of a pair's codes. They are Python, too.
+SELECTION = re.search(r"^    even = place.*?(?=^    chosen = )", TEMPLATE, re.MULTILINE | re.DOTALL)
+
+
+def selector(codes: str, order: int, place: int) -> int:
+    """Returns the bytes that the kernel selects for the codes of two columns of a word."""
+    names = {"CODES": codes, "PER": 8, "ORDER": order, "place": place}
+    exec(textwrap.dedent(SELECTION[0]), names)
+    return names["select"]
+
+
+@pytest.mark.parametrize("order", [0x76543210, 0x73625140], ids=["in order", "awq"])
+@pytest.mark.parametrize("name", ["e2m1", "nf4"])
+def test_pairs_are_those_of_their_places_in_a_word(name, order):
+    """Every nibble of a word is different, so another nibble is another number."""
+    nibbles = [3, 14, 9, 1, 12, 7, 5, 10]
+    word = sum(nibble << 4 * i for i, nibble in enumerate(nibbles))
+    for column in range(8):
+        places = (order >> 4 * (column & 6) & 7, order >> 4 * (column | 1) & 7)
+        wanted = [nibbles[place] for place in places]
+        if name == "e2m1":
+            select, known = (
+                selector("e2m1", order, column),
+                fp4.decode(torch.arange(16), torch.float32),
+            )
+            made = executed(assembly("0x01C001C0"), _1=word, _3=select)
+            assert numbers(made, 1) == tuple(known[wanted].tolist())
+        else:
+            rounded, rests, unit = bfloat16_table(name)
+            select, one = selector("table", order, column), bits(unit) * 0x10001
+            text = lookup_assembly(rounded, rests)
+            made = executed(text, _1=word, _3=select, _5=one, _6=0)
+            np.testing.assert_allclose(numbers(made), [TABLES[name][c] for c in wanted], rtol=5e-3)
 
 
 def test_a_scale_of_more_digits_is_rounded_once():
