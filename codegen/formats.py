@@ -148,10 +148,10 @@ E2M1_BYTES = struct.unpack(
 def table_words(name: str) -> tuple[int | float, ...]:
     """Returns the table of a format in the form in which kernels read it.
 
-    The result begins with words, each of which holds four bytes and is signed. These words have, in
-    this order, the low bytes of the 16 numbers in bfloat16, the high bytes of these numbers, and
-    the low and the high bytes of the numbers in float16. After the words come two factors, which
-    restore the original numbers from bfloat16 and from float16.
+    The result begins with words, each of which holds four bytes and is signed. These words have
+    first the low bytes and then the high bytes of the 16 numbers in bfloat16. The low bytes and the
+    high bytes of the numbers in float16 follow. After the words come two factors, which restore the
+    original numbers from bfloat16 and from float16.
     """
     made: list[int | float] = []
     for bits, factor in zip((_bfloat16_bits, _float16_bits), _FACTORS[name], strict=True):
@@ -399,15 +399,15 @@ class Quantization:
 
     def block_strides(self, index: int) -> tuple[int, ...]:
         """Returns four strides for the weight with this index: the strides (row, column) of its
-        scales, and then those of its zeros. If the weight has no scales or no zeros, their strides
-        are 0."""
+        scales, and then the strides (row, column) of its zeros. Strides of scales or zeros that do
+        not exist are 0."""
         found = (self.scales[index], self.zeros[index])
         return tuple(stride for one in found for stride in (one.strides if one else (0, 0)))
 
     def groups_in(self, columns: int, block_k: int) -> int:
         """Returns how many scales of a row apply to a step of block_k columns. Returns 0 if kernels
-        cannot use such steps: for example, if a step has the end of one scale and only the
-        beginning of the next one, or if it has too many scales."""
+        cannot use such steps: for example, if a step ends in the middle of the columns of a scale,
+        or if a step has too many scales."""
         if self.x_scale is not None and self.x_block < columns and self.x_block % block_k:
             return 0
         wide = self.block[1]

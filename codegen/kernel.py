@@ -15,17 +15,17 @@ from tilewright.codegen.spec import Constant, KernelSpec, module_of
 from tilewright.codegen.targets import get_target
 
 POINTER_SUFFIX = "_ptr"
-# The name of a constant. If it is true, the kernel may start while the previous kernel still runs
-# (programmatic dependent launch). The target determines the constant's value.
+# The name of a constant. If the constant is true, the kernel may start while the previous kernel
+# still runs (programmatic dependent launch). The target determines the constant's value.
 LAUNCH_PDL = "LAUNCH_PDL"
 # The names of Triton's compile options. The `records` of `Kernel.spec` may have fields of these
 # names.
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
-#: The role of a kernel. Reports count the kernels that have a role: the kernels that prepare x for
-#: a product of codes, the kernels that decode codes for a library's product, and the kernels that
-#: read an expert's weights once for each token that chooses the expert. All other kernels have the
-#: role "".
+#: The role of a kernel. Reports count the kernels of each role. Three kinds of kernels have a role:
+#: those that prepare x for a product of codes, those that decode codes for a library's product, and
+#: those that read an expert's weights once for each token that chooses the expert. All other
+#: kernels have the role "".
 Role = Literal["", "prepares x", "decodes codes", "reads experts by token"]
 #: The stride of one dimension of a tensor, as (tensor, dimension).
 Stride = tuple[str, int]

@@ -16,8 +16,8 @@ class Operand:
 
     Attributes:
         dtype: The Triton name of the dtype, such as "bf16".
-        strides: The strides in elements. A problem omits strides that it does not depend on, so
-            that calls that differ only in these strides share a plan.
+        strides: The strides in elements. A problem omits the strides on which it does not depend.
+            Calls that differ only in these strides then share a plan.
         aligned: Whether the address of the first element is a multiple of ALIGNMENT bytes.
     """
 

@@ -104,8 +104,8 @@ class KernelSpec:
         num_warps, num_stages: Triton's compile options.
         target: A key of TARGETS.
         grid: The launch grid if it is static; None if the caller computes it. The caller guarantees
-            that it launches a static grid: the emitter drops masks that are unnecessary with this
-            grid.
+            that it launches exactly this grid, because the emitter drops masks that are unnecessary
+            with this grid.
         ranges: Triples (integer run-time parameter, smallest value, largest value), sorted. The
             caller guarantees these bounds.
         maxnreg: The largest number of registers of a thread, or None.

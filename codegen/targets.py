@@ -3,18 +3,19 @@
 Every difference between chips is a field of these records. No other module asks for the name of the
 chip.
 
-The rates are rates that good kernels reach, and not data-sheet peaks, so that it is meaningful to
-divide a measured rate by them. For the H200, a copy reaches 4.3 TB/s, and a bf16 GEMM reaches 790
-TFLOP/s. Both were measured with random data. The H200's fp8 rate is the rate of public fp8 GEMMs.
-For the B200, the rates are those that cuBLAS and public memory-bound kernels report. The rate of a
-link is four fifths of NVLink's rate in each direction (450 GB/s for the H200, 900 GB/s for the
-B200). The latency of a collective is the latency of vLLM's one-stage all-reduce (7 us for 0.5 MB on
-two H100). The rates of links and collectives were not measured for this project.
+The rates are rates that good kernels reach, and not the peaks of data sheets. Therefore a measured
+rate divided by the record's rate is a meaningful number. For the H200, a copy reaches 4.3 TB/s, and
+a bf16 GEMM reaches 790 TFLOP/s. Both were measured with random data. The H200's fp8 rate is the
+rate of public fp8 GEMMs. For the B200, the rates are those that cuBLAS and public memory-bound
+kernels report. The rate of a link is four fifths of NVLink's rate in each direction (450 GB/s for
+the H200, 900 GB/s for the B200). The latency of a collective is the latency of vLLM's one-stage
+all-reduce (7 us for 0.5 MB on two H100). The rates of links and collectives were not measured for
+this project.
 
 The records of the other chips come from data sheets and the CUDA programming guide. Their rates are
-0.88 of the sheet's memory rate and 0.65 of its dense tensor-core peaks, which are about the
-fractions that H200 and B200 reach. Each record describes one product: sm80 is the A100 (80 GB),
-sm86 the A10, sm89 the L40S, sm90 the H200, sm100 the B200, sm103 the B300, and sm120 the RTX 5090.
+0.88 of the data sheet's memory rate and 0.65 of its dense tensor-core peaks. H200 and B200 reach
+about these fractions. Each record describes one product: sm80 is the A100 (80 GB), sm86 the A10,
+sm89 the L40S, sm90 the H200, sm100 the B200, sm103 the B300, and sm120 the RTX 5090.
 `detect_target` fills in the number of multiprocessors and the memory rate of the present GPU.
 """
 
@@ -248,9 +249,10 @@ SM103 = replace(
     sm_name="sm_103a",
 )
 
-# The opcodes of chips whose newest tensor-core instruction is mma.sync: for 16-bit floats, and for
-# 16-bit and 8-bit floats. sm120 also has mma.sync for NVFP4, which tilewright does not emit.
+# The opcodes for 16-bit floats of chips whose newest tensor-core instruction is mma.sync.
 _HALVES_BY_MMA_SYNC = (("bf16", "HMMA"), ("fp16", "HMMA"))
+# The opcodes for 16-bit and 8-bit floats of chips whose newest tensor-core instruction is mma.sync.
+# sm120 also has mma.sync for NVFP4, which tilewright does not emit.
 _FP8_BY_MMA_SYNC = (*_HALVES_BY_MMA_SYNC, ("fp8e4nv", "QMMA"), ("fp8e5", "QMMA"))
 
 SM120 = Target(

@@ -461,8 +461,8 @@ def _site(done: Rewritten, target: str, plans: _Plans) -> Site:
 
 
 def _intermediate_bytes(match: Match) -> int:
-    """Returns the number of bytes of the values that the rewrite removes from the graph. A value
-    with a symbolic size counts as 0 bytes."""
+    """Returns the number of bytes of the values that the rewrite removes from the graph. Returns 0
+    if one of these values has a symbolic size."""
     kept = {result.replaced for result in match.results}
     gone = [v for v in match.absorbed if v not in kept and v.op != "store"]
     sizes = [(*value.shape, value.dtype.itemsize) for value in gone]

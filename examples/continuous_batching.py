@@ -40,7 +40,8 @@ SMALL = LlamaConfig(
     num_key_value_heads=2,
     max_position_embeddings=1024,
 )
-#: The engine's sizes on a machine without a GPU. On a GPU the engine computes them from its memory.
+#: The engine's sizes on a machine without a GPU. On a GPU, the engine computes its sizes from the
+#: GPU's memory.
 ON_A_CPU = {
     "page_size": 16,
     "num_blocks": 256,

@@ -8,8 +8,8 @@
    code is checked against the chip's limits.
 3. A small Llama runs with `torch.compile(model, backend="tilewright")`, on an NVIDIA GPU if there
    is one. The errors of its logits and caches against a float64 run are compared with those of the
-   eager model. On a CPU the option `everywhere` makes the ops run as their PyTorch references; by
-   default tilewright leaves a graph on a device without kernels unchanged.
+   eager model. On a CPU, the option `everywhere` makes the ops run as their PyTorch references.
+   Without this option, tilewright leaves a graph unchanged if the device has no kernels.
 
 The exit status is 1 if any check fails.
 """
@@ -50,8 +50,8 @@ SMALL = {
     "max_position_embeddings": 128,
 }
 BATCH, PROMPT_TOKENS, DECODE_STEPS, CACHE_LENGTH = 2, 9, 6, 64
-# The fused model's error may exceed the eager model's error by this much. It is one rounding of
-# bfloat16, which keeps 8 bits.
+# The fused model's error may exceed the eager model's error by this much, which is one rounding of
+# bfloat16 (8 bits).
 ALLOWANCE = 2.0**-8
 
 
@@ -149,7 +149,7 @@ def decode(
     takes_places = "cache_position" in inspect.signature(model.forward).parameters
 
     def run(call: Callable[..., Any], first: int, end: int) -> torch.Tensor:
-        # If it gets no position, transformers 5.0 takes the number of slots that are not zero as
+        # If transformers 5.0 gets no position, it takes the number of slots that are not zero as
         # the position.
         given = {"cache_position": places[first:end]} if takes_places else {}
         return call(tokens[:, first:end], **cache_argument(model, cache), **given).logits
@@ -193,7 +193,7 @@ def run_small(checks: Checks) -> None:
     for i, trio in enumerate(zip(fused.logits, eager.logits, exact.logits, strict=True)):
         compare(f"logits of step {i + 1}", *trio, checks)
     # Only written slots are compared. The noise in the other slots would hide the error of the
-    # written ones.
+    # written slots.
     last = PROMPT_TOKENS + DECODE_STEPS
     for what, part in (("K", 0), ("V", 1)):
         written = (

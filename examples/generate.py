@@ -37,7 +37,7 @@ SMALL = LlamaConfig(
 
 
 def load(name: str | None, device: str) -> Any:
-    """Returns a model for inference from the hub or a folder, or a small one with random
+    """Returns a model for inference: a model from the hub or a folder, or a small model with random
     weights."""
     if name is None:
         torch.manual_seed(0)
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     tokens = timed(model, inputs, given.new, **options)
 
     same = (tokens == expected).float().mean().item()
-    print(f"{100 * same:.0f} % of tokens are those of eager (rounding may swap near logits)")
+    print(f"{100 * same:.0f} % of tokens are those of eager (rounding may swap close logits)")
     if not reports() or not reports()[-1].matches:
         print("nothing was fused: see docs/troubleshooting.md", file=sys.stderr)
         return 1

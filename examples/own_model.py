@@ -3,10 +3,10 @@
     python examples/own_model.py
     tilewright inspect examples/own_model.py:decode      # the same at a true size, on meta tensors
 
-The model does not depend on tilewright. tilewright can fuse it for three reasons: the cache has a
-fixed size, the model writes the cache in place at positions that a tensor holds, and the mask
-compares positions (docs/cookbook.md). A prompt and a decode step are two calls of one compiled
-model.
+The model does not depend on tilewright. Three properties of the model make the fusion possible
+(docs/cookbook.md): the cache has a fixed size, the model writes the cache in place at positions
+that a tensor holds, and the mask compares positions. A prompt and a decode step are two calls of
+one compiled model.
 
 The exit status is 1 if a layer is not fused, or if the logits are less accurate than eager's.
 """

@@ -45,10 +45,10 @@ CONFIG = LlamaConfig(
     max_position_embeddings=128,
 )
 PROMPT, STEPS, CACHE_LENGTH = 9, 3, 64
-#: The patterns that must match in each layer, once each.
+#: The patterns that must match once in each layer.
 WANTED = ("qkv_cache", "cache_attention")
-# One rounding of bfloat16, which keeps 8 bits. The fused model's error may exceed the error of the
-# model without tilewright by this much.
+# The fused model's error may exceed the error of the model without tilewright by this much, which
+# is one rounding of bfloat16 (8 bits).
 ALLOWANCE = 2.0**-8
 
 
@@ -66,7 +66,7 @@ def shared(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:
 
 def decode(step: Any, dtype: torch.dtype, kv_heads: int, device: torch.device) -> torch.Tensor:
     """Computes logits [PROMPT + STEPS, vocabulary] of given tokens: first of a prompt, and then of
-    one token after the other."""
+    one more token at a time."""
     cache = StaticCache(config=CONFIG, max_cache_len=CACHE_LENGTH)
     cache.early_initialization(1, kv_heads, HEAD_DIM, dtype, device)
     tokens = torch.arange(PROMPT + STEPS, device=device)[None]

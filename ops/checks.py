@@ -34,7 +34,7 @@ class ArgumentError(ValueError):
 
 @contextmanager
 def in_words_of(op: str, names: Mapping[str, str]) -> Iterator[None]:
-    """Re-raises the ArgumentErrors of another op's checks as errors of `op`. names: maps each
+    """Turns the ArgumentErrors of another op's checks into errors of `op`. names: maps each
     argument of the other op to the name of the argument in this op."""
     try:
         yield

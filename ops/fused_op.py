@@ -120,8 +120,8 @@ class FusedOp:
             arguments and without a GPU. It may be "module:function". If it is None, the report
             comes from `build`.
         returns: The result in the schema: "(Tensor, Tensor)", or "()" for None.
-        schema: A text such as "(Tensor x, Tensor(a!) cache) -> Tensor". It replaces the schema that
-            is made from the fields and `returns`, if these cannot express it.
+        schema: A text such as "(Tensor x, Tensor(a!) cache) -> Tensor". If the fields and `returns`
+            cannot express the schema, this text is the schema.
         work: work(arguments) returns the Work of a call, from metadata. It may be
             "module:function". If it is None, the call reads no cache and does the work of the nodes
             that it replaces.
@@ -129,19 +129,19 @@ class FusedOp:
             which says what is measured, and where. It may be "module:function".
         moving: The arguments whose addresses may change when a call is repeated
             (`ops.runtime.replay`). The steps of every lowering may depend on these addresses only
-            modulo 16. It must be empty for an op that writes an argument, because a repeated call
-            does not check again that no other argument shares memory with the written one.
+            modulo 16. `moving` must be empty for an op that writes an argument: a repeated call
+            does not check again that no other argument shares memory with the written argument.
         slower: slower(**sizes) returns why PyTorch's own calls are faster for a call with these
             sizes, which are given by name. It returns None if the op is faster, and for symbolic
             sizes. Patterns call it.
-        slower_on: slower_on(arguments, target, varies) returns why the original graph is faster on
-            a chip than a call with these arguments, even if kernels can compute the call. It
+        slower_on: slower_on(arguments, target, varies) returns why the original graph is faster
+            than a call with these arguments on a chip, even if kernels can compute the call. It
             returns None if the call is faster. varies: whether a size of the tensors is a symbol.
             The rewrite calls slower_on for matches that need a kernel.
         chip_obstacle: chip_obstacle(arguments, target) returns why a chip cannot compute a call
             with these arguments, even if it can compute other calls of the op. It returns None if
             the chip can. If chip_obstacle is None, support does not depend on the arguments.
-        without_writes: The name of an op with the same arguments. That op replaces this one in
+        without_writes: The name of an op with the same arguments. That op replaces this op in
             traced calls in which every written argument is None, because torch's functionalisation
             does not support a mutating op that writes nothing.
     """

@@ -26,8 +26,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, overload
 
 T = TypeVar("T")
-#: A pair: the name of the argument that is the first field of a group, and a function that computes
-#: the group's fields from the fields of a record.
+#: A pair of the name of the argument that is the first field of a group, and a function that
+#: computes the group's fields from the fields of a record.
 Reader: TypeAlias = tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]
 
 

@@ -38,10 +38,10 @@ def schema_of(arguments: type[Any], returns: str) -> str:
     """Returns the schema whose arguments are the fields of a dataclass, in the order of its
     constructor: "(Tensor x, Tensor(a!) cache, *, float eps=1e-06) -> Tensor".
 
-    A field may be a Tensor, Written, int, SymInt, float, bool, str, torch.dtype or torch.device;
-    one of these `| None`; or a Sequence or list of one of these, whose default is a tuple. Raises
-    ValueError, with the name of the field, for any other field. returns: the result, as it is
-    written in the schema.
+    The type of a field may be Tensor, Written, int, SymInt, float, bool, str, torch.dtype or
+    torch.device. It may also be one of these types `| None`, or a Sequence or list of one of them,
+    whose default is a tuple. Raises ValueError, with the name of the field, for any other field.
+    returns: the result, as it is written in the schema.
     """
     # typing.get_type_hints does not accept KW_ONLY before Python 3.11.
     hints = ChainMap(*(get_annotations(owner, eval_str=True) for owner in arguments.__mro__))

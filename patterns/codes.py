@@ -1,5 +1,5 @@
 """The codes of misses: the meaning of each code, whether a fusion is lost, and what to do about it.
-They are read from docs/miss-codes.md, which is installed together with this file."""
+This module reads the codes from docs/miss-codes.md, which is installed together with this file."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Literal, get_args
 #: `lost`: a fusion is missing that the model should have. `advice`: nothing is lost.
 Weight = Literal["lost", "advice"]
 
-# Matches an entry of the page, which has a code, its meaning, its marks and its hint.
+# Matches an entry of the page. An entry has a code, and the meaning, the marks and the hint of the
+# code.
 _ENTRY = re.compile(r"^### ([A-Z0-9_]+)\n\*(.+)\*(?: \((.+)\))?\n\n> (.+)\n", re.MULTILINE)
 _ENTRIES = _ENTRY.findall(Path(__file__).with_name("miss-codes.md").read_text("utf-8"))
 
 #: The meaning of each code.
 CODES: dict[str, str] = {code: meaning for code, meaning, _, _ in _ENTRIES}
-#: Codes whose misses are `advice`, unless the miss says otherwise. All other codes are `lost`.
+#: Codes whose misses are `advice`, unless a miss says otherwise. The misses of all other codes are
+#: `lost`.
 WEIGHTS: dict[str, Weight] = {code: "advice" for code, _, marks, _ in _ENTRIES if "advice" in marks}
 #: Codes of misses that an unknown operator at the site may cause.
 OF_OPERATORS = frozenset(code for code, _, marks, _ in _ENTRIES if "operator" in marks)

@@ -1,8 +1,8 @@
 """The dataflow that patterns read: values, the views between them, and explicit memory.
 
-`compiler.dataflow` builds a :class:`Dataflow` from a Dynamo graph. Layout is not an operation here:
-the operands of a value are :class:`View`s, and a view says which elements of which value it
-selects. An in-place write is a value of its own, a `store`. Every later reader of the memory has
+`compiler.dataflow` builds a :class:`Dataflow` from a Dynamo graph. Layout is not an operation here.
+Instead, the operands of a value are :class:`View`s, and a view says which elements of which value
+it selects. An in-place write is a value of its own, a `store`. Every later reader of the memory has
 this value as an operand.
 """
 
@@ -97,7 +97,8 @@ class Value:
         return default if given is None else given
 
     def named(self, *names: str) -> dict[str, Any]:
-        """Returns the given arguments by name. names: the names of the positional arguments."""
+        """Returns the arguments that are given, by name. names: the names of the positional
+        arguments."""
         return dict(zip(names, self.args, strict=False)) | dict(self.kwargs)
 
     @property
@@ -232,7 +233,7 @@ class Computed:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """A region of storage. The node whose tensor covers it identifies the region.
+    """A region of storage. The region is identified by the node whose tensor covers it.
 
     Attributes:
         root: The placeholder, or the node that allocated the region.
@@ -270,9 +271,9 @@ class Store:
             memory is viewed with another dtype.
         accumulate: Whether the write adds instead of overwriting.
         note: Why something is not known about the write.
-        along: A target dimension that the first dimension of the index tensors also runs over, as
-            in `scatter_`: row i has its own slots. `source` does not list it among the "other
-            dimensions".
+        along: A target dimension in which each row has its own slots, as in `scatter_`. The first
+            dimension of the index tensors also runs over it. `source` does not count it as one of
+            the "other dimensions".
     """
 
     memory: Memory
@@ -396,14 +397,15 @@ class Dataflow:
     Attributes:
         graph: The graph that is described.
         values: The values, in program order.
-        users: The values that read a value.
-        views: The tensor of each node, as it was when the node ran.
-        memory_of: The memory of each node's tensor.
-        written: The writes to each memory.
-        read: The readers of each memory, with their positions.
+        users: Maps a value to the values that read it.
+        views: Maps a node to its tensor, as the tensor was when the node ran.
+        memory_of: Maps a node to the memory of its tensor.
+        written: Maps a memory to the writes to it.
+        read: Maps a memory to its readers and their positions.
         outputs: The views that the graph returns.
-        positions: The position of each node in program order.
-        homes: For each value that another node's tensor holds, this node (see :meth:`home`).
+        positions: Maps a node to its position in program order.
+        homes: Maps a value to the node whose tensor has it, if that is not the value's own node
+            (see :meth:`home`).
         same_size: A function that returns whether two sizes are equal. A comparison of symbols adds
             a guard to the compiled code.
         storage_of: A function that returns the number of a fake tensor's storage. The number is
@@ -441,7 +443,7 @@ class Dataflow:
         through: Callable[[Value], bool] = lambda value: True,
     ) -> list[Value]:
         """Returns `value` and the values that are computed from it through values that `through`
-        accepts, the nearest first. Values that it does not accept are not returned.
+        accepts, the nearest first. Values that `through` does not accept are not returned.
 
         reach: the largest number of values; None for all values.
         """

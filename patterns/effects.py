@@ -313,10 +313,11 @@ def compose(outer: Effect, inner: Effect) -> Effect:
 
 
 def _digits(outer: Effect, axis: int, dim: Dim, start: list[Size]) -> dict[int, list[Atom]] | None:
-    """Finds, for each atom of the outer effect, the atoms of a merged dimension that it steps
-    along. Returns them by the id of the outer atom, and adds to `start` where they begin. Returns
-    None if sizes are symbols, or if a digit of an index would exceed its length and carry over into
-    the next digit."""
+    """Splits each atom of the outer effect that steps along `axis` into atoms along the digits of
+    this axis, which is the merged dimension `dim`. Returns the new atoms by the id of the outer
+    atom, and adds the first index on each axis of the base to `start`. Returns None if sizes are
+    symbols, or if a digit of an index would exceed its length and carry over into the next
+    digit."""
     taken = [atom for d in outer.dims for atom in d if atom.axis == axis]
     first = outer.start[axis]
     numbers = [first, *(n for a in (*dim, *taken) for n in (a.length, a.step))]

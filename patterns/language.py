@@ -319,7 +319,7 @@ class Sought:
         near: The operations that a report lists as the most similar ones if there is no anchor.
             They have the names that `patterns.dataflow` uses; an in-place write is a "store".
         before: Kinds of operations. Besides the nodes of its anchor, a miss accounts for the first
-            operations of these kinds upstream of these nodes.
+            operations of these kinds upstream of the anchor.
         behind: Kinds of operations. A miss also accounts for the first operations of these kinds
             downstream of its anchor.
         depth: How many consecutive products upstream a miss accounts for.
@@ -352,7 +352,7 @@ class Pattern(Protocol):
     - `optional`: if true, the unfused graph is good enough where the op has no kernel. Each match
       of the pattern then has `needs_kernel`, and each of its misses is advice.
     - `speaks_for`: the names of patterns that match nothing where this pattern misses. If the
-        option `strict` names one of them, a miss of this pattern raises an error.
+      option `strict` names one of them, a miss of this pattern raises an error.
 
     A pattern may also have a method `asked_afterwards`, which takes the Dataflow of the graph. If
     it returns True, the pattern is tried after all other patterns have rewritten the graph. Its
@@ -635,8 +635,8 @@ def find(
 def _outdone(
     miss: Miss, stores: list[Value], furthest: Mapping[Value, Stage], fused: Sequence[Set[Value]]
 ) -> bool:
-    """Whether a miss can be dropped, because matches have fused its whole site, or because it is
-    only about a write at which another pattern reached a higher stage."""
+    """Whether a miss can be dropped. It can be dropped if matches have fused its whole site, or if
+    it is only about a write at which another pattern reached a higher stage."""
     inside = all(any(store in values for values in fused) for store in stores)
     if stores and inside and miss.code != "INTERNAL":
         return True

@@ -75,8 +75,14 @@ INSTRUCTIONS = {
 
 
 def executed(text: str, **operands: int) -> int:
-    """Returns the result of inline assembly. operands: the values of its operands by number, as
-    `_1`."""
+    """Returns the first result of inline assembly. operands: the values of its operands by number,
+    as `_1`."""
+    return results(text, **operands)[0]
+
+
+def results(text: str, count: int = 1, **operands: int) -> tuple[int, ...]:
+    """Returns the first `count` results of inline assembly, whose operands are those of
+    `executed`."""
     registers = {name.replace("_", "$"): value for name, value in operands.items()}
     for line in filter(None, map(str.strip, text.strip().strip("{}").split(";"))):
         if line.startswith(".reg"):
@@ -85,4 +91,4 @@ def executed(text: str, **operands: int) -> int:
         out, *given = [one.strip() for one in rest.split(",")]
         values = [registers[one] if one in registers else int(one, 0) for one in given]
         registers[out] = INSTRUCTIONS[name](*values)
-    return registers["$0"]
+    return tuple(registers[f"${number}"] for number in range(count))

@@ -168,7 +168,8 @@ class PagedLayer(StaticLayer):
         return self.pages.width * self.pages.page_size, 0
 
     def get_seq_length(self) -> Any:
-        """Returns the number of tokens of each sequence, as int64 [] on the device."""
+        """Returns the number of tokens of each sequence, as int64 [] on the device. Outside a
+        compiled model, returns the int 0 if the cache has no sequences yet."""
         if torch.compiler.is_compiling():
             return self.pages.length
         return self.pages.length.clone() if self.pages.batch else 0
@@ -187,8 +188,9 @@ class PagedCache(StaticCache):
         and values are multiplied, as `kv_scales` reads them from a model. A layer that is not in
         the dictionary has the factors 1.
 
-    Raises ValueError for bad values, and for a model whose attention layers cache more than keys
-    and values.
+    Raises TypeError if `config` or `scales` has another type, and ValueError for other bad values.
+    Also raises ValueError for a model without attention layers, and for a model whose attention
+    layers cache more than keys and values.
 
     The cache takes pages between forward passes, as tokens come. In an eager pass, the first layer
     takes the pages. `generate()` asks for the size of the mask before each pass, and the cache then

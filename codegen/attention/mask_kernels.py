@@ -1,5 +1,5 @@
-"""The `mask_blocks` kernel, and how its programs divide a mask, so that enough loads are in
-flight."""
+"""The `mask_blocks` kernel, and how a mask is divided among its programs, so that enough loads are
+in flight."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from tilewright.codegen.kernel import Kernel
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 
-# LEAST_LISTED, MOST_LISTED: the fewest and the most entries of a list that a program writes at a
-# time.
-LEAST_LISTED, MOST_LISTED = 16, 1024
+# The fewest entries of a list that a program writes at a time.
+LEAST_LISTED = 16
+# The most entries of a list that a program writes at a time.
+MOST_LISTED = 1024
 # How many bytes of the mask a program loads at a time.
 STEP_BYTES = 16384
 # The fewest bytes of the mask that a part has.

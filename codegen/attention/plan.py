@@ -36,8 +36,8 @@ HELD_SUMS = 96
 SPARE_BYTES = 8192
 # The largest number of parts that the keys of a tile are split into.
 MOST_SPLITS = 128
-# From here to RESIDENT_PROGRAMS: the constants of the cost model in `_splits`. They follow from
-# sweeps on an H100 and an H200 with 1 to 128 sequences of 1000 to 16384 keys
+# The constants from here to RESIDENT_PROGRAMS belong to the cost model in `_splits`. They follow
+# from sweeps on an H100 and an H200 with 1 to 128 sequences of 1000 to 16384 keys
 # (benchmarks/results/plans.json and plans_h200.json). All times are in seconds.
 #
 # The time of the second launch, which merges the parts.
@@ -61,11 +61,12 @@ LATENT_ROW_S = 45e-9
 MEMORY_SHARE = 0.9
 # The fraction of the memory rate that programs reach with latents.
 LATENT_MEMORY_SHARE = 0.8
-# The time that a program takes for a block of latents that it rounds, if it is alone on a
-# multiprocessor.
+# The time in which a program that is alone on a multiprocessor rounds and processes a block of
+# latents.
 ROUNDED_STEP_S = 2.8e-6
-# How many times as long two programs on a multiprocessor take for a block of rounded latents each.
-# They take less than twice as long, because one can work while the other waits for its reads.
+# The time that a block of rounded latents takes if two programs share a multiprocessor, divided by
+# the time that it takes if a program is alone. The quotient is less than 2, because one program can
+# work while the other one waits for its reads.
 ROUNDED_PAIR = 1.8
 # The number of programs that fit a multiprocessor at the same time. Plans do not split keys so far
 # that there are more programs, because these would start late, in a second wave that is nearly
@@ -134,7 +135,7 @@ def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
     """Returns the tile sizes of a call with many queries."""
     tried: tuple[PrefillConfig, ...] = BY_POINTERS
     if problem.paged and max(problem.head_block, problem.v_block) > 128:
-        tried = BY_POINTERS[3:]  # with 64 keys, their addresses would spill
+        tried = BY_POINTERS[3:]  # the addresses of 64 keys would spill
     if problem.attn_mask:
         tried = MASKED if max(problem.head_block, problem.v_block) <= 128 else BY_POINTERS[1:]
     if target.tmem_columns:
@@ -196,8 +197,8 @@ def _stages(
     if problem.latent and paged:
         # One of the stages holds only page numbers, which are loaded before the keys.
         fitting += 1
-    # A program does not need more stages than blocks, except for one more stage, which lets the
-    # reads of the first block start before the loop.
+    # A program needs at most one stage more than it has blocks. The additional stage lets the reads
+    # of the first block start before the loop.
     steps = cdiv(cdiv(num_keys, keys), config.splits)
     return max(min(wanted, fitting, steps + (2 if paged else 1)), 1)
 
@@ -235,7 +236,7 @@ def _step_s(
 ) -> float:
     """Returns the seconds in which the programs of the busiest multiprocessor compute a block each.
 
-    load: the number of programs of a multiprocessor, on average. If it is below one, the programs
+    load: the average number of programs of a multiprocessor. If the load is below one, the programs
     also use the memory rate of the multiprocessors that have no program.
     """
     waves = math.ceil(load)

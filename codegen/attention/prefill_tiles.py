@@ -77,9 +77,9 @@ def _head_group(pairs: int, kept_bytes: int, target: Target) -> int:
     """Returns how many of the `pairs` heads run at the same time. For a dense batch, `pairs` counts
     the pairs of sequence and head.
 
-    The result is the number of heads whose keys and values fit the L2 cache. Those of one head take
-    `kept_bytes` bytes. As a consequence, keys and values are read from memory once, and the longest
-    tiles of the whole group run first.
+    The result is the number of heads whose keys and values fit the L2 cache. The keys and values of
+    one head take `kept_bytes` bytes. With this number, keys and values are read from memory once,
+    and the longest tiles of all these heads run first.
     """
     fitting = max(int(L2_SHARE * target.l2_bytes / max(kept_bytes, 1)), 1)
     # Make all groups about equally large: a small last group would leave multiprocessors idle.

@@ -1,8 +1,8 @@
 """Facts about a kernel's machine code, read from the PTX and SASS, and rules for these facts.
 
-Triton neither reports nor enforces these rules. It compiles kernels that spill registers, that need
-more shared or tensor memory than the chip has, that consist of a single trap instruction, or that
-silently use a slower tensor-core path.
+Triton does not check these rules. For example, Triton compiles kernels that spill registers,
+kernels that need more shared or tensor memory than the chip has, kernels that consist of a single
+trap instruction, and kernels that silently use a slower tensor-core path.
 """
 
 from __future__ import annotations

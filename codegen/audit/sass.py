@@ -108,8 +108,8 @@ def _blocks(sass: str) -> tuple[list[_Block], dict[str, int]]:
 
 
 def _loop(before: list[list[int]], head: int, end: int) -> frozenset[int]:
-    """Returns the blocks of the loop that a branch from block `end` to `head` closes; empty if it
-    closes no loop.
+    """Returns the blocks of the loop that a branch from block `end` to block `head` closes. Returns
+    an empty result if the branch closes no loop.
 
     The branch closes a loop if every path to `end` leads through `head`.
     """

@@ -5,9 +5,8 @@ were integers, and its casts to bf16 truncate. Here, bf16 operands are widened t
 exact, and results are rounded to nearest, ties to even, as on the hardware. All other operations
 are Triton's own. The corrections apply only while a kernel runs.
 
-This interpreter also runs kernels that were imported for compilation, and it interprets the jit
-functions that kernels call, including functions of `triton.language` such as `tl.sum` and
-`tl.cdiv`.
+This interpreter can also run kernels that were imported for compilation. It also interprets the jit
+functions that kernels call, such as `tl.sum` and `tl.cdiv` of `triton.language`.
 """
 
 from __future__ import annotations

@@ -246,8 +246,8 @@ def _builtins(owner: Any) -> tuple[str, ...]:
 
 
 def _patch_listed(owner: Any, builder: Any, scope: Any) -> None:
-    """Replaces `_patch_builtin`: reads the members of a module or class once, not at each launch.
-    The same class is a member of two modules, and is patched for the first one only."""
+    """Replaces `_patch_builtin`: reads the members of a module or class once, not at each launch. A
+    class that is a member of two modules is patched for the first module only."""
     for name in _builtins(owner):
         member = getattr(owner, name)
         if tl.core.is_builtin(member):

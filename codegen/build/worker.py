@@ -125,7 +125,7 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     os.environ.pop("TRITON_INTERPRET", None)
-    # Without this, Triton's cache could return the result of an earlier compilation.
+    # Without this variable, Triton's cache could return the result of an earlier compilation.
     os.environ.setdefault("TRITON_ALWAYS_COMPILE", "1")
     os.environ["TRITON_CACHE_DIR"] = str(Path(request["out"]) / ".triton")
     try:

@@ -1,5 +1,5 @@
 """Evaluates branches and loops. Branches and loops that can be decided when the kernel is emitted
-disappear. The others remain."""
+disappear. All others remain in the emitted source."""
 
 from __future__ import annotations
 

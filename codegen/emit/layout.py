@@ -37,8 +37,8 @@ def unparse(node: ast.AST) -> str:
 
 
 def _break(line: str) -> list[str]:
-    """Splits one logical line at its longest outermost pair of brackets, and splits the resulting
-    lines in the same way if they are still too long."""
+    """Splits a logical line at its longest outermost pair of brackets. If a resulting line is still
+    too long, splits that line in the same way."""
     if len(line) <= WIDTH:
         return [line]
     indent = line[: len(line) - len(line.lstrip())]

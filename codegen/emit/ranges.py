@@ -1,5 +1,5 @@
-"""Facts that the emitter knows about integers: their bounds, a number that divides them, and the
-scalars that they do not exceed.
+"""Facts that the emitter knows about integers: the bounds of an integer, a number that divides it,
+and the scalars that it does not exceed.
 
 All conclusions are about mathematical integers, which have no largest number. If a result might not
 fit its integer type, it may be any number of that type. Therefore no conclusion depends on a value
@@ -143,7 +143,7 @@ class Range:
         return Range(low, high, math.gcd(self.multiple, other.multiple))
 
     def joined(self, other: Range) -> Range:
-        """Returns the range of a value that is either this value or the other one."""
+        """Returns the range of a value that equals either this value or `other`."""
         multiple = math.gcd(self.multiple, other.multiple)
         return Range(min(self.low, other.low), max(self.high, other.high), multiple)
 

@@ -1,5 +1,5 @@
-"""Rules for the types, shapes and ranges of the results of `tl` functions. With them, the emitter
-can fold the expressions that contain calls of these functions.
+"""Rules for the types, shapes and ranges of the results of `tl` functions. With these rules, the
+emitter can fold expressions that contain calls of these functions.
 
 If a function has no rule, the call is printed unchanged, and its result is unknown.
 """

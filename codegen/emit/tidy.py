@@ -8,8 +8,8 @@ copy: If `x = y` is the first use of x, x and y become one variable in two cases
 neither variable is assigned afterwards. In the second case, y is not used afterwards and is first
 assigned in the same block.
 
-round trip: If `x = y` is followed by `y = x` in the same block, x and y become one variable,
-provided that y is not used between the two statements and x is used only between them.
+round trip: If `x = y` is followed by `y = x` in the same block, x and y become one variable. This
+requires that y is not used between the two statements, and that x is used only between them.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class _Liveness:
     statements."""
 
     def __init__(self) -> None:
-        # Maps a statement to (names that it reads, names that it writes, whether it has no other
-        # effect).
+        # Maps a statement to (names that the statement reads, names that it writes, whether it has
+        # no other effect).
         self._known: dict[ast.stmt, tuple[set[str], set[str], bool]] = {}
 
     def needed(self, body: Iterable[ast.stmt], live: set[str]) -> tuple[list[ast.stmt], set[str]]:

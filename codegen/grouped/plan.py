@@ -2,10 +2,10 @@
 
 The plan depends on the average number of rows of a group. With few rows, the GEMM takes as long as
 reading the weights takes. With many rows, the tensor cores limit the GEMM. The GEMM itself
-dequantises quantised weights. If there are few rows, it reads 4-bit codes in the form in which they
-are stored. If the GEMM would dequantise each weight too often, a separate kernel dequantises all
-weights before the GEMM. The limits below are the numbers of rows at which both ways took equal time
-on an H200.
+dequantises quantised weights. If there are few rows, the GEMM reads 4-bit codes in the form in
+which they are stored. If the GEMM would dequantise each weight too often, a separate kernel
+dequantises all weights before the GEMM. The limits below are the numbers of rows at which both ways
+took equal time on an H200.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from tilewright.codegen.targets import Target
 
 # With at most this many rows in a group, the weights are on the tensor core's M side.
 SWAPPED_ROWS = 16
-# With at least this many rows in a group, tiles have 128 rows. WIDE_ROWS applies to dense weights,
-# WIDE_CODES_ROWS to 4-bit codes that are read as they are stored, and LONG_ROWS to quantised rows
-# with quantised weights.
+# For dense weights: the number of rows in a group from which tiles have 128 rows.
 WIDE_ROWS = 160
+# For 4-bit codes that are read as they are stored: the number of rows in a group from which tiles
+# have 128 rows.
 WIDE_CODES_ROWS = 96
+# For quantised rows with quantised weights: the number of rows in a group from which tiles have 128
+# rows.
 LONG_ROWS = 512
 # Maps a format to the number of rows in a group from which weights are dequantised before the GEMM.
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 240, "mxfp4": 240}

@@ -9,10 +9,12 @@ from tilewright.codegen.arithmetic import next_power_of_2
 # The number of columns that share a scale of e4m3 codes. A step of the GEMM has the same number of
 # columns.
 SCALED_K = 128
-# Three facts that are equal on all targets. REGISTERS: the number of 32-bit registers of a
-# multiprocessor. MAX_REGISTERS: the largest number of registers of a thread. WARP_SIZE: the number
-# of threads of a warp.
-REGISTERS, MAX_REGISTERS, WARP_SIZE = 65536, 255, 32
+# The number of 32-bit registers of a multiprocessor, on all targets.
+REGISTERS = 65536
+# The largest number of registers of a thread, on all targets.
+MAX_REGISTERS = 255
+# The number of threads of a warp, on all targets.
+WARP_SIZE = 32
 
 
 @dataclass(frozen=True)

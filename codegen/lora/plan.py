@@ -34,7 +34,8 @@ ROW_PRODUCTS = 1536 * 4096
 WIDE_COLUMNS = 96
 # If there would be more programs than this on each multiprocessor, a program computes two columns,
 # so that x is read half as often. On an H100, 64 rows of rank 8 take 4.4 us with two columns and
-# 5.0 us with one, and 16 rows of rank 64 take 8.0 us with two and 8.6 us with four.
+# 5.0 us with one column. 16 rows of rank 64 take 8.0 us with two columns and 8.6 us with four
+# columns.
 SINGLE_COLUMN_PROGRAMS = 4
 # For a single adapter: the largest product rows * columns for which tiles of `lora_shrink_few` have
 # 8 columns.
@@ -44,17 +45,17 @@ NARROW_PRODUCTS = 64 * 48
 FEW_ROWS = {48: 2048, WIDE_COLUMNS: 1024}
 # The same number of rows if there are more columns than in FEW_ROWS.
 FEW_ROWS_WIDE = 256
-# From here to TALL: the tiles of `lora_shrink_few` for several adapters, on chips that were
-# measured. In a sweep on an H100 with 8 adapters of ranks 8 to 128 and 16 to 1024 rows, the chosen
-# tiles were at most 4 % slower than the fastest tiles. Tiles of 8 rows need less padding and have
-# more programs than larger tiles, but they read the weights more often.
+# The constants from here to TALL are the tiles of `lora_shrink_few` for several adapters, on chips
+# that were measured. In a sweep on an H100 with 8 adapters of ranks 8 to 128 and 16 to 1024 rows,
+# the chosen tiles were at most 4 % slower than the fastest tiles. Tiles of 8 rows need less padding
+# and have more programs than larger tiles, but they read the weights more often.
 NARROW = FewShrink(8, 8, 256, 4, 4, 4)
 LONG = FewShrink(8, 16, 256, 4, 4, 3)
 SMALL = FewShrink(8, 8, 128, 4, 4, 3)
 WIDER = FewShrink(8, 16, 128, 4, 4, 3)
 SQUARE = FewShrink(16, 16, 128, 4, 4, 3)
 TALL = FewShrink(32, 16, 128, 4, 4, 3)
-# Maps tiles to a number of programs. These tiles are used only if each multiprocessor gets at most
+# Maps tiles to a number of programs. The tiles are used only if each multiprocessor gets at most
 # this many programs. With longer steps, shared memory has room for fewer programs.
 MOST_PROGRAMS = {NARROW: 1, LONG: 1, SMALL: 4, SQUARE: 2}
 # For weights whose columns are contiguous: the largest product rows * columns for which the kernel
@@ -63,20 +64,21 @@ ACROSS_PRODUCTS = 1024
 # The largest number of rows for which K is split and a tile has 64 columns, as many as a plane of
 # rank 64 has.
 COLUMN_BLOCK_ROWS = 2048
-# K is split into twice as many parts as long as each multiprocessor then has at most this many
+# The number of parts of K is doubled, as long as each multiprocessor then has at most this many
 # programs.
 PROGRAMS_PER_SM = 2.2
 # The largest number of programs that share K.
 MAX_SPLIT = 4
-# If programs share K, each program sums over at least LEAST_PART columns, and over at least
-# LEAST_ROW_PART columns for each row of its tile. Programs that share K exchange their sums, and a
-# tile of more rows has more sums: 1024 rows of 8 adapters of rank 64 take 15.4 us on an H100 if
-# tiles of 64 rows split K = 4096 in 2, and 16.2 us in 4.
+# The fewest columns that a program sums over if programs share K.
 LEAST_PART = 512
+# The fewest columns that a program sums over for each row of its tile if programs share K. Programs
+# that share K exchange their sums, and a tile of more rows has more sums. For 1024 rows of 8
+# adapters of rank 64, tiles of 64 rows on an H100 take 15.4 us if they split K = 4096 in 2 parts,
+# and 16.2 us if they split it in 4 parts.
 LEAST_ROW_PART = 32
-# For plans, numbers of rows are rounded up to a power of two. Above ROUND_ROWS, they are rounded up
-# to a multiple of ROWS_STEP.
+# The largest number of rows that plans round up to a power of two.
 ROUND_ROWS = 4096
+# Plans round a number of rows above ROUND_ROWS up to a multiple of this number.
 ROWS_STEP = 512
 
 
@@ -122,8 +124,8 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
         least = LEAST_ROW_PART * rows
         split = _split(problem, num_rows, rows, cdiv(columns, 64), target, least)
         config = TiledShrink(rows, 128, split, 4, 3, (64,))
-        # A program that is alone on a multiprocessor needs more bytes in flight: 1024 rows of 8
-        # adapters of rank 64 take 14.0 us with four stages on an H100, and 15.6 us with three.
+        # A program that is alone on a multiprocessor needs more bytes in flight. On an H100, 1024
+        # rows of 8 adapters of rank 64 take 14.0 us with four stages and 15.6 us with three stages.
         alone = split * _programs(problem, num_rows, config) <= target.num_sms
         return replace(config, num_stages=4) if alone and target.measured else config
     return _plan_many_rows(problem, num_rows, target)

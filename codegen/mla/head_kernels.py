@@ -27,8 +27,8 @@ HEAD_PRODUCTS = Kernel(
 
 
 def scaled_step(block: int, *starts: int) -> int | None:
-    """Returns the number of columns of a step over K in which all codes of a column of the weight
-    have one scale; None if there is no step of at least 16 columns.
+    """Returns the length of a step over K, such that all codes that a column of the weight has in
+    the step share a scale. Returns None if no step of at least 16 is possible.
 
     block: how many indices of K share a scale. starts: the distances at which heads begin after a
     multiple of `block`.

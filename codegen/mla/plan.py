@@ -101,13 +101,13 @@ NUMBER_MACS = 170
 # The cost of a multiply-add in absorbed attention, divided by the cost of a multiply-add in a GEMM.
 # The cost is higher because the tiles of absorbed attention are narrow.
 NARROW_MACS = 3
-# The fixed cost of attention to expanded keys, as a number of multiply-adds. Whatever the number of
-# keys, this attention takes 15 us longer than absorbed attention, because it has more launches and
-# its GEMM has few tiles. An H200 computes EXPANDING_MACS multiply-adds in this time. With 64
-# queries of DeepSeek-V2-Lite behind 1900 tokens, absorbed attention takes 50.0, 71.2 and 198 us for
-# 1, 2 and 8 sequences, and attention to expanded keys takes 58.9, 75.4 and 168 us.
+# The fixed cost of attention to expanded keys, as a number of multiply-adds. For any number of
+# keys, attention to expanded keys takes 15 us longer than absorbed attention, because it has more
+# launches, and its GEMM has few tiles. An H200 computes EXPANDING_MACS multiply-adds in this time.
+# With 64 queries of DeepSeek-V2-Lite behind 1900 tokens, absorbed attention takes 50.0, 71.2 and
+# 198 us for 1, 2 and 8 sequences, and attention to expanded keys takes 58.9, 75.4 and 168 us.
 EXPANDING_MACS = 5.9e9
-# The fixed cost counts only if there are at least this many keys for each query. It was not
+# The fixed cost counts only if there are at least this many keys for each query. The cost was not
 # measured for fewer keys.
 KEYS_PER_QUERY = 16
 
@@ -116,9 +116,9 @@ def absorbs(sizes: DecodeSizes) -> bool:
     """Whether attention to the latents themselves is faster than attention to expanded keys.
 
     The estimate compares the costs per key. With expanded keys, the up-projection multiplies a
-    latent by the columns of all heads, which takes H * L * (N + V) multiply-adds, and the columns
-    are written and read again. For each query, attention then adds one multiply-add for each
-    column, including the R rope columns. With absorbed weights, each tile of rows reads L + R
+    latent by the columns of all heads, which takes H * L * (N + V) multiply-adds. The resulting
+    columns are written and read again. For each query, attention then adds one multiply-add for
+    each column, including the R rope columns. With absorbed weights, each tile of rows reads L + R
     numbers and multiplies each of them twice, except for the R rope columns. Both ways read the
     weight once. The fixed costs of expanded keys count if the number of sequences is known and
     there are few queries.

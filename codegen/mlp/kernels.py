@@ -197,8 +197,9 @@ def order_of(problem: LinearProblem, config: LinearConfig | DotConfig) -> Column
     q = problem.quantization
     if q is None or isinstance(config, DotConfig) or not config.x_in_order:
         return None
-    # Columns are permuted within a unit that the kernel knows: the columns of the words that it
-    # loads at a time, or the columns that share a scale if these are fewer.
+    # Columns are permuted within a unit that the kernel knows. The unit has the columns of the
+    # words that the kernel loads at a time, or the columns that share a scale if there are fewer of
+    # them.
     unit = min(config.block_k, 128) if q.per_word == 8 else config.block_k
     if not q.scales_numbers and q.block[1] < problem.k:
         unit = min(unit, q.block[1])

@@ -23,8 +23,9 @@ BLOCK_N = 128
 BLOCK_K = 64
 # The number of weight rows that one warp group computes.
 ROWS = BLOCK_N // 2
-# The number of columns whose scales are loaded together, if at least this many columns share a
-# scale.
+# The number of columns of an iteration of the loop over K. With two steps, the weights of the
+# current and of the next product have registers of their own, and are not copied. The scales of
+# these columns are loaded together if all of the columns share a scale.
 UNIT = 128
 # The number of consecutive row tiles that are computed for the same tokens before the next tokens.
 GROUP = 8
@@ -34,6 +35,9 @@ LEAST_SCALED = 16
 WHOLE = ("u8", "i8", "i32", "i64")
 #: The dtypes of scales that bfloat16 represents exactly.
 EXACT = ("bf16", "u8", "fp8e4nv")
+# The results of `nibble_order` if the low or the high nibble of each byte holds the first code.
+LOW_FIRST = 0x76543210
+HIGH_FIRST = 0x67452301
 # Maps `WeightFormat.number` to the kernel's name for 4-bit codes.
 _CODES = {"": "nibbles", "e2m1": "e2m1"} | dict.fromkeys(TABLES, "table")
 # The numbers that a decoded 1 stands for, by the kernel's name for codes; 1 for other codes.
@@ -177,6 +181,8 @@ def _blocks_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
     columns = q.block[1]
     if q.has_table and (columns >= problem.k or columns < BLOCK_K):
         return f"{columns} columns of codes of a table share a scale"
+    if q.has_table and nibble_order(q) not in (LOW_FIRST, HIGH_FIRST):
+        return "two consecutive codes of a table are in different bytes"
     if q.has_table and any(one is not None and one.dtype == "u8" for one in q.scales):
         return "the scales of codes of a table are exponents"
     if columns >= problem.k and any(one is not None and one.dtype == "u8" for one in q.scales):
@@ -224,22 +230,36 @@ def pair_config(n: int, k: int, num_tokens: int, target: Target) -> MixedConfig 
 
 @cache
 def mixed_statics(
-    problem: LinearProblem, config: MixedConfig, index: int, stored: str, activation: str
+    problem: LinearProblem,
+    config: MixedConfig,
+    index: int,
+    stored: str,
+    activation: str,
+    has_residual: bool,
 ) -> Statics:
     """Returns the constants of the product with the weight of this index, or with both weights.
+
+    The numbers of a table are rounded to bfloat16 before they are multiplied by their scales, if
+    the kernel adds a residual to the product or activates the product. PyTorch rounds the product
+    itself before these operations, and the error of that rounding is about twice as large.
 
     Args:
         stored: The dtype of the codes before they are read as 32-bit words.
         activation: The name of the activation that the kernel applies to its product, or to the
             first product if it computes both.
+        has_residual: Whether the kernel adds a residual.
     """
-    constants = mixed_constants(problem, index, stored)
+    exact = not (activation or has_residual)
+    constants = mixed_constants(problem, index, stored, exact)
     return Statics(config, **constants, ACTIVATION=activation)
 
 
-def mixed_constants(problem: LinearProblem, index: int, stored: str) -> dict[str, Constant]:
+def mixed_constants(
+    problem: LinearProblem, index: int, stored: str, exact: bool
+) -> dict[str, Constant]:
     """Returns the constants of `mixed_linear`, except the constants that the plan chooses, the
-    strides of its tensors, and the constants of the activation."""
+    strides of its tensors, and the constants of the activation. exact: whether a product of a
+    table's number and its scale is rounded only once."""
     q = problem.quantization
     assert q is not None
     scale = q.scales[index]
@@ -249,7 +269,7 @@ def mixed_constants(problem: LinearProblem, index: int, stored: str) -> dict[str
     signed = stored == "i8"
     codes = _CODES[q.format.number] if q.format.bits == 4 else "bytes"
     codes = "e4m3" if q.weight_format == "fp8" else codes
-    lookup, unit = _table_constants(q.format.number) if q.has_table else ("", 1.0)
+    lookup, unit = _table_constants(q, exact) if q.has_table else ("", 1.0)
     return {
         "N": problem.n,
         "K": problem.k,
@@ -266,7 +286,8 @@ def mixed_constants(problem: LinearProblem, index: int, stored: str) -> dict[str
         "SCALE_ROWS": rows,
         "SCALE_COLUMNS": min(columns, problem.k),
         "SCALE": problem.scale,
-        "UNIT": UNIT if columns >= problem.k or columns % UNIT == 0 else BLOCK_K,
+        "UNIT": UNIT,
+        "SPAN": UNIT if columns >= problem.k or columns % UNIT == 0 else BLOCK_K,
         "BLOCK_K": BLOCK_K,
         "GROUP": GROUP,
         **strides,
@@ -278,50 +299,72 @@ _STRIDES = (
 )  # fmt: skip
 
 
-def _table_constants(name: str) -> tuple[str, float]:
+def _table_constants(q: Quantization, exact: bool) -> tuple[str, float]:
     """Returns the assembly for the codes of a table, and the number that a decoded 1 stands for."""
-    rounded, rests, unit = bfloat16_table(name)
-    return lookup_assembly(rounded, rests), unit
+    rounded, rests, unit = bfloat16_table(q.format.number)
+    assembly = lookup_assembly(rounded, rests if exact else (), _is_high_first(q))
+    return assembly, unit
 
 
-def lookup_assembly(rounded: Sequence[int], rests: Sequence[int]) -> str:
-    """Returns PTX that looks up the numbers of two codes, and multiplies each by its scale.
+def _is_high_first(q: Quantization) -> bool:
+    """Whether the high nibble of a byte holds the first of its two codes."""
+    return nibble_order(q) == HIGH_FIRST
 
-    Operands: $1 is a word of codes, $3 chooses the two bytes whose low nibbles are the codes, out
-    of the bytes of the word and of the word shifted right by one nibble. $5 and $6 are the two
-    scales in bfloat16 and their rounding errors. The result $0 has two bfloat16 numbers, each of
-    which is rounded once: the sums of a number of the table and its rounding error are exact to
-    about 16 bits.
 
-    rounded, rests: the words of :func:`tilewright.codegen.formats.bfloat16_table`.
+def lookup_assembly(rounded: Sequence[int], rests: Sequence[int], is_high_first: bool) -> str:
+    """Returns PTX that looks up the numbers of two pairs of codes, and multiplies each number by
+    its scale.
+
+    The operands $2 and $4 are the words with the first and the second pair, and $6 selects one byte
+    of each word. The operands $10 and $11 are the scales of the two pairs in bfloat16, and $12 and
+    $13 are the rounding errors of these scales. The results $0 and $1 have two bfloat16 numbers
+    each.
+
+    Args:
+        rounded: The words of the rounded numbers, as
+            :func:`tilewright.codegen.formats.bfloat16_table` returns them.
+        rests: The words of the rounding errors, as the same function returns them. With them, a
+            product is rounded once. If `rests` is empty or zero, the numbers stay rounded, and the
+            product is rounded again.
+        is_high_first: Whether the high nibble of a byte holds the first code of a pair.
     """
     lines = [
-        ".reg .b32 s, m, a, b, c, h, l;",
-        "shr.b32 a, $1, 4;",
-        "prmt.b32 s, $1, a, $3;",
-        # All bits of byte 0 and of byte 2 are set where the code is at least 8.
-        "shl.b32 m, s, 4;",
-        "prmt.b32 m, m, m, 0x0908;",
-        "and.b32 s, s, 0x77777777;",
-        *_looked_up("h", rounded),
+        ".reg .b32 s, m, a, b, c, h0, h1, l0, l1;",
+        # The nibbles of s are the four codes. `prmt` uses a nibble to select a byte.
+        "prmt.b32 s, $2, $4, $6;",
+        # All bits of a byte of m are set where the code is at least 8.
+        "shl.b32 c, s, 4;",
+        "prmt.b32 m, s, c, 0x9D8C;",
+        "and.b32 s, s, 0x7777;",
+        *_looked_up("h", rounded, is_high_first),
     ]
     if any(rests):
-        lines += [*_looked_up("l", rests), "mul.rn.bf16x2 l, l, $5;"]
-        lines += ["fma.rn.bf16x2 l, h, $6, l;"]
-    else:
-        lines += ["mul.rn.bf16x2 l, h, $6;"]
-    return "\n".join(("{", *lines, "fma.rn.bf16x2 $0, h, $5, l;", "}"))
+        lines += _looked_up("l", rests, is_high_first)
+    for pair in range(2):
+        number, rest, scale, error = f"h{pair}", f"l{pair}", f"${10 + pair}", f"${12 + pair}"
+        if any(rests):
+            lines += [f"mul.rn.bf16x2 {rest}, {rest}, {scale};"]
+            lines += [f"fma.rn.bf16x2 {rest}, {number}, {error}, {rest};"]
+        else:
+            lines += [f"mul.rn.bf16x2 {rest}, {number}, {error};"]
+        lines += [f"fma.rn.bf16x2 ${pair}, {number}, {scale}, {rest};"]
+    return "\n".join(("{", *lines, "}"))
 
 
-def _looked_up(out: str, words: Sequence[int]) -> list[str]:
-    """Returns the instructions that put the 16-bit numbers of the two codes into a register. A
-    register s has the low three bits of the codes, and m tells which codes are at least 8."""
-    low, high = words[:4], words[4:]
-    return [*_bytes_of("a", low), *_bytes_of("b", high), f"prmt.b32 {out}, a, b, 0x6240;"]
+def _looked_up(out: str, words: Sequence[int], is_high_first: bool) -> list[str]:
+    """Returns the instructions that put the 16-bit numbers of two pairs of codes into the registers
+    `out`0 and `out`1. The nibbles of register s are the low three bits of the codes, and register m
+    tells which codes are at least 8."""
+    selects = ("0x4051", "0x6273") if is_high_first else ("0x5140", "0x7362")
+    return [
+        *_bytes_of("a", words[:4]),
+        *_bytes_of("b", words[4:]),
+        *(f"prmt.b32 {out}{pair}, a, b, {select};" for pair, select in enumerate(selects)),
+    ]
 
 
 def _bytes_of(out: str, words: Sequence[int]) -> list[str]:
-    """Returns the instructions that put one byte of the numbers of the two codes into a register.
+    """Returns the instructions that put one byte of the numbers of four codes into a register.
     words: this byte of all 16 numbers."""
     first, second, third, fourth = (f"{word & 0xFFFFFFFF:#x}" for word in words)
     return [

@@ -25,12 +25,12 @@ MOST_GATED_TOKENS = 16
 # products of the library. This kernel was not compared with Inductor's kernels.
 MOST_STREAMED_PAIR = 32
 # The largest number of tokens for which a kernel streams a quantised weight. This number is larger
-# than MOST_TOKENS, because the library needs a decoded weight in every call: on an H100, the down
+# than MOST_TOKENS, because the library needs a decoded weight in every call. On an H100, the down
 # projection in int4 takes 66 us for 128 tokens, while the library takes 56 us to decode the weight
 # and 50 us for the product. The same limit holds for two quantised weights. (For more than
 # MOST_GATED_TOKENS tokens, each of the two weights has its own kernel if x cannot be permuted
-# first.) If x is quantised too, the library multiplies the codes, and the limit is MOST_TOKENS:
-# gate and up in float8 take 92 us for 128 tokens and 52 us for 64 tokens, while the library's two
+# first.) If x is quantised too, the library multiplies the codes, and the limit is MOST_TOKENS.
+# Gate and up in float8 take 92 us for 128 tokens and 52 us for 64 tokens, while the library's two
 # products and the conversions of scales take 66 us for 128 tokens.
 MOST_CODED_TOKENS = 128
 # The largest number of tokens for which the kernel of unquantised weights computes an RMS norm of x
@@ -39,15 +39,15 @@ MOST_CODED_TOKENS = 128
 # for 17 to 63 tokens.
 MOST_NORMED_TOKENS = 16
 # The largest number of tokens for which the kernel computes a layer norm of x itself. The limit is
-# modelled, not measured: every program reads whole rows before its first product, which takes about
-# 1 us per token for 4096 columns, and a separate norm takes about 2 us.
+# modelled, not measured. Every program reads whole rows before its first product, which takes about
+# 1 us per token for 4096 columns. A separate norm takes about 2 us.
 MOST_LAYER_NORMED_TOKENS = 1
 # The largest number of tokens in a tile that decodes two quantised weights. With more tokens, the
 # sums would not leave enough registers.
 MOST_CODED_TILE = 32
 # For 4-bit floats, a tile with more than MOST_CODED_TILE tokens spills registers on sm90 if fewer
-# columns than this share a scale (an audit of 64 tokens with groups of 16 columns found three
-# spills in the loop).
+# columns than this share a scale. (An audit of 64 tokens with groups of 16 columns found three
+# spills in the loop.)
 LEAST_GROUP = 32
 # The largest number of tokens in a tile that decodes two weights of 4-bit floats.
 MOST_GATED_FLOATS = 16
@@ -128,31 +128,31 @@ WIDE_WARPS = Tiling(block_n=128, block_k=64, num_warps=8, stages=5, programs=1)
 # tokens on an H100, the down projection of Llama-3-8B in int4 takes 17.2 us. With tiles of 64 rows
 # and 128 columns and with eight stages, it takes 29.1 us.
 NIBBLES = Tiling(block_n=128, block_k=256, num_warps=8, stages=3)
-# The same for two weights. Gate and up of Llama-3-8B take 35.0 us, and 38.8 us with tiles of 64
-# rows and 128 columns.
+# Tiles for two weights of 4-bit codes, which read 128 bytes of a row in each step. Gate and up of
+# Llama-3-8B take 35.0 us with these tiles, and 38.8 us with tiles of 64 rows and 128 columns.
 GATED_NIBBLES = Tiling(block_n=128, block_k=256, num_warps=8, stages=2)
 # Tiles for E2M1 codes that are multiplied by their scales in registers. The down projection takes
 # 22.4 us with these tiles, and 32.3 us with NIBBLES.
 SCALED_NUMBERS = Tiling(block_k=256, stages=3)
-# The same for chips with tensor memory. With these tiles, the sums need not be read from tensor
-# memory and written back between the two products of a step.
+# Tiles for the same codes on chips with tensor memory. With these tiles, the sums need not be read
+# from tensor memory and written back between the two products of a step.
 SUMS_IN_TENSOR_MEMORY = Tiling(block_n=128, num_warps=8, stages=6)
 # Tiles for one weight of 4-bit codes that are floats or indices into a table. These codes take
 # longer to decode. The down projection in nf4 takes 26.6 us with these tiles, and 33.0 us with
 # NIBBLES.
 NUMBERS = Tiling(stages=3, programs=3)
-# The same for two weights.
+# Tiles for two weights of these codes.
 GATED_NUMBERS = Tiling(stages=3)
 # Tiles for words that hold the codes of several rows. The down projection takes 27.3 us with these
 # tiles, and 30.7 us with NIBBLES.
 NIBBLES_OF_ROWS = Tiling(stages=3, programs=4)
-# From here to GATED_ORDERED_NIBBLES: tiles for quantised weights if an earlier kernel permutes x.
-# The following times on an H100, in us, include the earlier kernel. Down projection of Llama-3-8B,
-# for 32, 64 and 128 tokens: int4 21.8, 30.8 and 46.4 (23.4, 33.4 and 57.9 if each program permutes
-# x itself); float8 29.2, 34.2 and 45.6; NVFP4 24.9, 32.5 and 47.4; nf4 30.3, 37.1 and 57.3. Gate
-# and up, for 16, 32, 64 and 128 tokens: int4 33.4, 32.1, 42.7 and 79.2 (72 for 64 tokens with a
-# separate kernel for each weight); float8 48.0, 49.2, 51.7 and 92.4; NVFP4 41.4, 44.1, 51.4 and
-# 95.1; MXFP4 60.5, 68.6, 85.0 and 159; nf4 52.5, 60.8, 66.3 and 126.
+# The constants from here to GATED_ORDERED_NIBBLES are tiles for quantised weights if an earlier
+# kernel permutes x. The following times on an H100, in us, include the earlier kernel. Down
+# projection of Llama-3-8B, for 32, 64 and 128 tokens: int4 21.8, 30.8 and 46.4 (23.4, 33.4 and 57.9
+# if each program permutes x itself); float8 29.2, 34.2 and 45.6; NVFP4 24.9, 32.5 and 47.4; nf4
+# 30.3, 37.1 and 57.3. Gate and up, for 16, 32, 64 and 128 tokens: int4 33.4, 32.1, 42.7 and 79.2
+# (72 for 64 tokens with a separate kernel for each weight); float8 48.0, 49.2, 51.7 and 92.4; NVFP4
+# 41.4, 44.1, 51.4 and 95.1; MXFP4 60.5, 68.6, 85.0 and 159; nf4 52.5, 60.8, 66.3 and 126.
 #
 # Tiles of up to 32 tokens for one weight.
 ORDERED = Tiling(block_k=256, stages=4)
@@ -195,11 +195,11 @@ class DotTiling:
     num_warps: int = 4
 
 
-# From here to GATED_DOTS_OF_TABLES: tiles of dot products. The projections of Llama-3-8B (down,
-# gate and up, out) took these times on an H100, in us, for one token. In parentheses are the times
-# of the kernels that use tensor cores. int4 13.8, 24.8 and 5.6 (16.7, 34.7, 7.9); float8 21.8, 44.5
-# and 8.4 (24.4, 47.6, 9.0); NVFP4 17.5, 40.5 and 7.0 (29.0, 62.5, 10.8); nf4 19.8, 47.6 and 6.9
-# (26.6, 56.0, 10.2).
+# The constants from here to GATED_DOTS_OF_TABLES are tiles of dot products. The projections of
+# Llama-3-8B (down, gate and up, out) took the following times on an H100, in us, for one token. In
+# parentheses are the times of the kernels that use tensor cores. int4 13.8, 24.8 and 5.6 (16.7,
+# 34.7, 7.9); float8 21.8, 44.5 and 8.4 (24.4, 47.6, 9.0); NVFP4 17.5, 40.5 and 7.0 (29.0, 62.5,
+# 10.8); nf4 19.8, 47.6 and 6.9 (26.6, 56.0, 10.2).
 #
 # Tiles for one weight of 8-bit codes or of E2M1 codes.
 DOTS = DotTiling(8, 256)

@@ -50,24 +50,29 @@ DOWN_DOTTED = Kernel(
 # NVFP4 16, 27, 48 and 90 (19, 34, 51, 81). Experts of gpt-oss-20b: MXFP4 34, 63, 115 and 222 (81,
 # 110, 172, 272).
 MOST_TOKENS = {"dense": 4, "fp8": 4, "int4": 8, "nvfp4": 4, "mxfp4": 8}
-# MOST_READS: how often the kernels may read an expert's weight, on average over the experts that
-# they read. MOST_READS_OF has the limits of formats that have a limit of their own. A program
-# computes one token, so two tokens with the same expert read its weight twice. The average assumes
-# that tokens choose experts at random. A step of Mixtral with four tokens, each with two of eight
-# experts (1.46 reads), took as long with these kernels as a step of 64 tokens that reads each
-# weight once. With MXFP4, 1.53 reads were still faster than the kernels that use tensor cores.
-MOST_READS, MOST_READS_OF = 1.3, {"mxfp4": 1.6}
-# LOAD_BYTES: how many bytes of a row a thread loads at once. LINE_BYTES: how many bytes a line of
-# memory has.
-LOAD_BYTES, LINE_BYTES = 16, 128
+# How often the kernels may read an expert's weight, on average over the experts that they read. A
+# program computes one token, so two tokens with the same expert read its weight twice. The average
+# assumes that tokens choose experts at random. A step of Mixtral with four tokens, each with two of
+# eight experts (1.46 reads), took as long with these kernels as a step of 64 tokens that reads each
+# weight once.
+MOST_READS = 1.3
+# Maps a format to the limit that replaces MOST_READS. With MXFP4 and 1.53 reads, these kernels were
+# still faster than the kernels that use tensor cores.
+MOST_READS_OF = {"mxfp4": 1.6}
+# How many bytes of a row a thread loads at once.
+LOAD_BYTES = 16
+# How many bytes a line of memory has.
+LINE_BYTES = 128
 # The possible numbers of bytes of a row in a step.
 STEP_BYTES = (2048, 1024, 512, 256, 128)
 # The fixed cost of a step, as a fraction of the time of a row.
 STEP_COST = 0.08
-# MOST_COLUMNS: the largest number of columns of x that a program holds, over all slots (the experts
-# that a token chose). MOST_FLOAT_COLUMNS: the same limit for codes that are multiplied as floats,
-# except in short steps.
-MOST_COLUMNS, MOST_FLOAT_COLUMNS = 2048, 1024
+# The largest number of columns of x that a program holds, over all slots (the experts that a token
+# chose).
+MOST_COLUMNS = 2048
+# The limit that replaces MOST_COLUMNS for codes that are multiplied as floats, except in short
+# steps.
+MOST_FLOAT_COLUMNS = 1024
 # The tiles of gate and up, as (rows of each weight, warps), for formats that are not in UP_TILES.
 UP_TILE = (8, 4)
 # Maps a format to its tiles of gate and up, the fastest that were measured.

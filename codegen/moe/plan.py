@@ -1,7 +1,7 @@
 """Plans of a mixture of experts: the kernels for the average number of rows of an expert.
 
 The plan depends on the average number of rows of an expert. With few rows, the GEMMs take as long
-as reading the weights of the chosen experts takes, and operands are swapped, so that tiles of
+as reading the weights of the chosen experts takes. Operands are then swapped, so that tiles of
 tokens can be small. With many rows, the tensor cores limit the GEMMs, and tiles are as large as
 registers and shared memory allow. The limits below are the numbers of rows at which both ways took
 equal time.

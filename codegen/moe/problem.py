@@ -63,9 +63,9 @@ class MoeProblem:
 
     @property
     def gate_up(self) -> WeightOperands:
-        """The weight of gate. If the rows of gate and up alternate, the row stride of the result is
-        the stride from a row of gate to the next row of up, because the first GEMM steps over the
-        rows of both."""
+        """The weight of gate. If the rows of gate and up alternate, the row stride of the result
+        leads from a row of gate to the next row of up, because the first GEMM steps over the rows
+        of both."""
         expert, row, column = self.gate.data.strides
         if not self.interleaved or self.gate.n_major:
             return self.gate
@@ -108,8 +108,9 @@ def gemms(problem: MoeProblem) -> dict[str, GroupedProblem]:
 
 
 def decodable(problem: MoeProblem) -> bool:
-    """Whether the weights can be dequantised before the GEMMs: they are quantised, x's dtype has
-    their range, the scratch memory is large enough, and TMA can load the dequantised rows."""
+    """Whether the weights can be dequantised before the GEMMs. This requires that they are
+    quantised, that x's dtype has their range, that the scratch memory is large enough, and that TMA
+    can load the dequantised rows."""
     elements = (3 if problem.up else 2) * decoded_elements(problem)
     size = ELEMENT_BYTES[problem.dtype]
     fits = size * elements <= DECODED_BYTES and problem.hidden * size % TMA_BYTES == 0
@@ -156,8 +157,8 @@ def address_obstacle(problem: MoeProblem, *, decoded: bool) -> str | None:
 
     Callers check this at each call. Calls with equal metadata may differ in their addresses, and
     therefore in the distance from gate to up. decoded: whether weights are dequantised first. The
-    kernel that dequantises them can load them from any address, and the GEMMs then read memory that
-    the call allocated itself.
+    kernel that dequantises weights can load them from any address, and the GEMMs then read memory
+    that the call itself allocated.
     """
     obstacle = gemm_obstacle(problem)
     if obstacle is not None or decoded:

@@ -41,12 +41,15 @@ MOST_DOTTED_TOKENS = 1
 # The number of pairs of columns (as RoPE rotates them) of a head that a program without tensor
 # cores computes, unless a norm needs whole heads.
 DOT_PAIRS = 8
-# The number of 32-bit words (rows times words of a row) that four warps read in a step.
-# DOT_WORDS is for 8-bit codes, DOT_WORDS_OF_NIBBLES for 4-bit codes.
-DOT_WORDS, DOT_WORDS_OF_NIBBLES = 4096, 2048
-# The fewest 32-bit words of a row in a step. LEAST_DOT_WORDS is for 8-bit codes,
-# LEAST_DOT_WORDS_OF_NIBBLES for 4-bit codes.
-LEAST_DOT_WORDS, LEAST_DOT_WORDS_OF_NIBBLES = 32, 16
+# For 8-bit codes: the number of 32-bit words (rows times words of a row) that four warps read in a
+# step.
+DOT_WORDS = 4096
+# For 4-bit codes: the number of 32-bit words that four warps read in a step.
+DOT_WORDS_OF_NIBBLES = 2048
+# For 8-bit codes: the fewest 32-bit words of a row in a step.
+LEAST_DOT_WORDS = 32
+# For 4-bit codes: the fewest 32-bit words of a row in a step.
+LEAST_DOT_WORDS_OF_NIBBLES = 16
 # The number of programs for each multiprocessor. If there are fewer tiles, K is split until there
 # are this many programs.
 DOT_PROGRAMS = 3

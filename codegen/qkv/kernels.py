@@ -76,8 +76,8 @@ class TiledConfig:
             tiles. If not, there is a program for each tile.
         flatten: Whether the loads of a tile start before the epilogue of the previous tile.
         warp_specialize: Whether the warps of a program are specialised.
-        pairs_first: Whether a tile is divided only into slices of pairs, each with all heads of the
-            tile, so that each part of the rope table is read once.
+        pairs_first: Whether a tile is divided only into slices of pairs. Each slice has all heads
+            of the tile, so that each part of the rope table is read once.
     """
 
     block_m: int

@@ -55,7 +55,8 @@ MARGIN = 1.25
 # all numbers in a bucket share a kernel.
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
-# HERE, TABLE, MODEL: the sources of the time of a choice. The first source that has a time is used.
+# The three sources from which the time of a choice may come. The first source that has a time is
+# used.
 HERE, TABLE, MODEL = ("measured here", "shipped table", "model")
 # The words for each source in reports.
 _WORDS = {HERE: "measured here", TABLE: "measured (shipped table)", MODEL: "modelled"}

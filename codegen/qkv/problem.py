@@ -182,8 +182,8 @@ class QkvProblem:
         quantization: How the weights are quantised; None if they are not. If they are, their
             strides count stored words.
         input_norm: The norm of x before the projection, or None.
-        scaled_by: The units that have one scale each, "tensors", "rows" or "blocks", if a library
-            can multiply the codes of x with the codes of the weights. "" if it cannot.
+        scaled_by: The units that have one scale each: "tensors", "rows" or "blocks". It is "" if no
+            library can multiply the codes of x with the codes of the weights.
     """
 
     hidden: int

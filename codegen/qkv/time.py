@@ -17,20 +17,20 @@ from tilewright.codegen.qkv.problem import QkvProblem
 from tilewright.codegen.targets import Target
 
 # Maps the number of active warp groups on an SM to the fraction of the chip's GEMM rate that they
-# reach. This constant and those below, unless their comments say otherwise, were fitted to the
-# shipped tables `measured_*.json`, which come from an H200. The estimates are within a quarter of
-# the measured times, except for a few tiles.
+# reach. This constant was fitted to the shipped tables `measured_*.json`, which come from an H200.
+# The constants below were fitted in the same way, unless their comments say otherwise. The
+# estimates are within a quarter of the measured times, except for a few tiles.
 _WARP_GROUP_SHARE = {1: 0.62, 2: 0.93, 3: 0.94}
-# The time of an epilogue of a tile of 128 x 256, if it overlaps with nothing.
+# The time of the epilogue of a tile of 128 x 256, if the epilogue overlaps with nothing.
 _EPILOGUE_S = 1.6e-6
-# The time of the first loads and the last stores, in addition to the launch. With it, 50 MB of
-# weights take 15 us in total, and 168 MB take 41 us.
+# The time of the first loads and the last stores, in addition to the launch. With this time, 50 MB
+# of weights take 15 us in total, and 168 MB take 41 us.
 _FILL_S = 1.0e-6
 # The additional time of `qkv_projection`, which loads through TMA descriptors.
 _DESCRIPTOR_S = 1.0e-6
 # The time in which a multiprocessor starts another program. A persistent program needs no such
 # time: it loads the operands of its next tile during the epilogue. This time only decides between
-# tiles that would otherwise take equally long: in the measured tables, persistent tiles are the
+# tiles that would otherwise take equally long. In the measured tables, persistent tiles are the
 # fastest if there are several waves of tiles, and other tiles are the fastest if there is only one
 # wave.
 _RESTART_S = 0.1e-6

@@ -76,7 +76,7 @@ def bucket(num_tokens: int) -> int:
 
 @lru_cache(maxsize=256)
 def trials(case: Case) -> Mapping[str, LoweringChoice]:
-    """Returns the choices that are worth measuring, by name: the choice that a plan makes without
+    """Returns the choices to measure, by name. They are the choice that a plan makes without
     measuring on this machine, the configs that the cost model ranks best, and the library.
 
     Each choice has the form of a plan's choice for up to `case.num_tokens` tokens.

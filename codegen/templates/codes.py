@@ -32,15 +32,15 @@ def nibble_pair(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.c
     elements.
 
     The values are codes minus OFFSET, divided by `code_unit`. One mask leaves both codes in one
-    register, as the tensor core needs them. If these low bits are read as 16-bit floats, they are
-    subnormal numbers, and one fused multiply-add converts them to the values.
+    register, as the tensor core needs them. Read as 16-bit floats, these low bits are subnormal
+    numbers, which one fused multiply-add converts to the values.
     """
     BIGGEST: tl.constexpr = 2.0**127 if tl.bfloat16 == DTYPE else 2.0**15
     UNIT: tl.constexpr = 1.0 / code_unit(DTYPE)
     both = (words >> (4 * position)) & 0x000F000F
     if position == 3:
-        # Without this bit, the compiler would simplify the mask of the last bits and use two
-        # registers.
+        # Set one more bit. Without it, the compiler would simplify the mask of the last bits and
+        # use two registers.
         both |= 0x40004000
     low = both.to(tl.int16).to(DTYPE, bitcast=True)
     high = (both >> 16).to(tl.int16).to(DTYPE, bitcast=True)
@@ -71,8 +71,8 @@ def number_pair(
     DTYPE: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
     """Returns the numbers that two codes of each word stand for, divided by `number_unit`, along a
-    new last axis. The codes are at `position` and `position` + 4. If the codes have a table, they
-    are in byte `position`."""
+    new last axis. The codes are at `position` and `position` + 4 or, if there is a table, in byte
+    `position`."""
     if NUMBER == "":
         return nibble_pair(words, position, OFFSET, DTYPE)
     elif NUMBER == "e2m1":
@@ -106,7 +106,7 @@ def number_unit(
 def widened(codes, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
     """Converts int8, uint8 or fp8 codes minus OFFSET to DTYPE, exactly."""
     if codes.dtype == tl.float8e4nv and tl.bfloat16 == DTYPE:
-        # A direct conversion takes four times as long on SM90.
+        # Convert fp8 in steps, because a direct conversion takes four times as long on SM90.
         return codes.to(tl.float16).to(tl.float32).to(DTYPE)
     elif OFFSET != 0:
         return codes.to(DTYPE) - OFFSET
@@ -150,8 +150,8 @@ def codes_in_order(
 @triton.jit
 def pairs_in_order(even, odd, GROUPS: tl.constexpr):
     """Joins pairs [rows, words, 2, 2] to numbers in the order of `x_in_order`, eight for each word.
-    even: the pairs at places 0 and 4 and at places 1 and 5 of each word. odd: the pairs at 2 and 6
-    and at 3 and 7."""
+    even: the pairs at places 0 and 4 and at places 1 and 5 of each word. odd: the pairs at places 2
+    and 6 and at places 3 and 7."""
     ROWS: tl.constexpr = even.shape[0]
     WORDS: tl.constexpr = even.shape[1]
     pairs = tl.reshape(tl.join(even, odd), (ROWS, GROUPS, 4, WORDS // (4 * GROUPS), 2, 2, 2))
@@ -189,9 +189,9 @@ def scaled_numbers(words, scale, DTYPE: tl.constexpr):
 def x_in_order(x, PER: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr, GROUPS: tl.constexpr):
     """Returns x [tokens, K] with K permuted to the order of `codes_in_order`.
 
-    INTERLEAVED_NIBBLES: whether neighbouring codes of a word of eight are decoded together. This is
-    so for tables, and for AWQ, whose words have the even codes in the low half. If not, codes whose
-    places differ by four are decoded together.
+    INTERLEAVED_NIBBLES: whether neighbouring codes of a word of eight are decoded together. They
+    are decoded together for tables, and for AWQ, whose words have the even codes in the low half.
+    If not, codes whose places differ by four are decoded together.
     """
     TOKENS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
@@ -222,7 +222,7 @@ def codes_of_rows(
         second = nibble(words, 0 if REVERSED else 1, OFFSET, DTYPE)
         codes = tl.permute(tl.join(first, second), (0, 2, 1))
     else:
-        # Perform one join for each bit of the row's place in the word, the lowest bit first.
+        # Perform one join for each bit of a row's place in the word, starting with the lowest bit.
         STEP: tl.constexpr = 4 if INTERLEAVED_NIBBLES else 1
         NEXT: tl.constexpr = 1 if INTERLEAVED_NIBBLES else 2
         LAST: tl.constexpr = 2 if INTERLEAVED_NIBBLES else 4
@@ -321,7 +321,8 @@ def add_scaled_groups(
         x_scale: [1, tokens].
         PER: The number of codes of a word.
         UNIT: The factor by which the codes must be multiplied.
-        ADDED_ZEROS: The weight is (codes - ZERO_OFFSET) * scale + zero. This excludes x_scale.
+        ADDED_ZEROS: Whether the weight is (codes - ZERO_OFFSET) * scale + zero. There can be no
+            x_scale then.
     """
     # In an operand that is joined from bytes, Triton gives 8 columns (kWidth 8, mma.sync) to each
     # of the four threads that share a row. If a product has only 16 columns, two of the threads

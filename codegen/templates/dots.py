@@ -4,12 +4,13 @@ A thread multiplies codes in the registers into which it loaded them. Nothing pa
 memory, so many small programs keep the memory busy.
 
 4- and 8-bit integers are multiplied as integers, four in each instruction. For this, x is converted
-to 23-bit integers, with a power of two for each RUN of words. The conversion is exact for bfloat16
-(float16) numbers of at least 2 ** -14 (2 ** -11) of the largest number of their run. Smaller
-numbers lose fewer bits than they would lose in fp32 sums. A sum of integers is multiplied by its
-power of two before it is multiplied by a scale, because its product with a large scale could be
-infinite. Each integer has three bytes, and one instruction (`dp4a`) multiplies four bytes by four
-codes. Codes of floats, and weights that are not quantised, are multiplied as fp32 numbers.
+to 23-bit integers, with a power of two for each RUN of words. The conversion is exact for numbers
+that are not too small compared with the largest number of their run: at least 2 ** -14 of it for
+bfloat16, and 2 ** -11 for float16. Smaller numbers lose fewer bits than they would lose in fp32
+sums. A sum of integers is first multiplied by its power of two and then by a scale, because the
+product of the sum with a large scale could be infinite. Each integer has three bytes, and one
+instruction (`dp4a`) multiplies four bytes by four codes. Codes of floats, and weights that are not
+quantised, are multiplied as fp32 numbers.
 """
 
 import triton
@@ -56,8 +57,9 @@ def integers_of_x(x, RUN: tl.constexpr):
     powers of two [words / RUN] by which they have to be multiplied).
 
     The first power is at most 2 ** 90, so that its product with a sum is finite in fp32. This
-    product is also exact. Multiply it by a scale before the second power, which is at least 1. If a
-    number of a run is infinite or NaN, the second power of the run is NaN.
+    product is also exact. Multiply the product by a scale before you multiply it by the second
+    power, which is at least 1. If a number of a run is infinite or NaN, the second power of the run
+    is NaN.
     """
     WORDS: tl.constexpr = x.shape[0]
     RUNS: tl.constexpr = WORDS // RUN
@@ -73,7 +75,8 @@ def integers_of_x(x, RUN: tl.constexpr):
     rest = ((bounded - small + 127) << 23).to(tl.float32, bitcast=True)
     rest = tl.where(exponent == 255, float("nan"), rest)
     up = tl.reshape(tl.broadcast_to(up[:, None], (RUNS, RUN)), (WORDS,))[:, None]
-    # Adding 1.5 * 2 ** 23 rounds a number to an integer, because fp32 has no fractional bits there.
+    # Adding 1.5 * 2 ** 23 rounds a number to an integer, because fp32 numbers of this size have no
+    # fractional bits.
     wide = x * up + 12582912.0
     return wide.to(tl.int32, bitcast=True) - 0x4B400000, power, rest
 
@@ -99,11 +102,11 @@ def parts_of_x(
     """Converts fp32 x [words, PER] to the factors by which `code_sums` multiplies codes. A word of
     nibbles uses 8 numbers of x, and a word of bytes uses 4.
 
-    Returns bytes 0, 1 and 2 of x's integers for the even nibbles of a word; the same bytes for the
-    odd nibbles; the sum of the integers of each run; and the two powers of each run
-    (`integers_of_x`). The bytes are [words] each. If BYTES, the first group of three bytes belongs
-    to the first four nibbles of a word, and the second group to its last four nibbles. For words of
-    bytes, both groups of three bytes are equal.
+    Returns bytes 0, 1 and 2 of the integers of x that belong to the even nibbles of a word; the
+    same three bytes of the integers that belong to the odd nibbles; the sum of the integers of each
+    run; and the two powers of each run (`integers_of_x`). Each of the bytes has the shape [words].
+    If BYTES, the first group of three bytes belongs to the first four nibbles of a word, and the
+    second group to its last four nibbles. For words of bytes, both groups of three bytes are equal.
 
     REVERSED: whether the high nibble of a byte is its first code. INTERLEAVED: whether words of
     eight codes are in AWQ's order.
@@ -158,10 +161,10 @@ def code_sums(
     Args:
         words: int32 [rows, words] of PER nibbles (8) or bytes (4).
         low0, low1, low2, high0, high1, high2, total: Results of `parts_of_x`.
-        BYTES: The numbers that nibbles stand for, 16 bytes in four words. If it is empty, nibbles
-            stand for themselves.
+        BYTES: The numbers that nibbles stand for, as 16 bytes in four words. If BYTES is empty,
+            nibbles stand for themselves.
         SIGNED: Whether bytes are signed.
-        RUN: A run of nibbles has at most four words.
+        RUN: The number of words of a run. A run of nibbles has at most four words.
     """
     if len(BYTES) > 0:
         first = four_bytes(words, False, BYTES, 0)

@@ -12,9 +12,9 @@ def words_of_row(x_ptr, x_scale_ptr, norm_weight_ptr, first, K: tl.constexpr, WO
                  PER: tl.constexpr, X_SCALE_BLOCK: tl.constexpr, X_SCALE_STRIDE: tl.constexpr,
                  NORM: tl.constexpr, NORM_STRIDE: tl.constexpr,
                  NORM_OFFSET: tl.constexpr):  # fmt: skip
-    """Returns (x of a row, starting at column `first`, as fp32 [WORDS, PER]; the squares of x). If
-    NORM, x is multiplied by the weight of an RMS norm and rounded to x's dtype. If x_scale_ptr is
-    given, x has codes, and X_SCALE_BLOCK columns share a scale. X_SCALE_BLOCK is a multiple of
+    """Returns (x, the squares of x) of one row, starting at column `first`. x is fp32 [WORDS, PER].
+    If NORM, x is multiplied by the weight of an RMS norm and rounded to x's dtype. If x_scale_ptr
+    is given, x has codes, and X_SCALE_BLOCK columns share a scale. X_SCALE_BLOCK is a multiple of
     PER."""
     columns = first + tl.arange(0, WORDS)[:, None] * PER + tl.arange(0, PER)[None, :]
     mask = columns < K
@@ -35,8 +35,8 @@ def words_of_row(x_ptr, x_scale_ptr, norm_weight_ptr, first, K: tl.constexpr, WO
 
 @triton.jit
 def words_of_step(lines, columns, first, end, STRIDE: tl.constexpr, EVEN: tl.constexpr):
-    """Loads words [rows, columns] of each row, starting at `first`, with zeros from `end` on. EVEN:
-    whether all words are before `end`."""
+    """Loads the words [rows, columns] of each row, starting at word `first`. Words from `end` on
+    are zeros. EVEN: whether all words are before `end`."""
     places = (columns + first)[None, :]
     ptrs = lines[:, None] + places * STRIDE
     if EVEN:
@@ -52,8 +52,9 @@ def add_scaled_sums(
     ADDED_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Returns total plus scale * (sums - zero * x_sums) for each run of columns [rows, runs]. If
-    ADDED_ZEROS, it adds scale * sums + zero * x_sums instead. power, rest: two powers of two by
-    which sums and x_sums are multiplied (`integers_of_x`). UNIT: one more factor of the sums."""
+    ADDED_ZEROS, the second summand is scale * sums + zero * x_sums instead. power, rest: two powers
+    of two by which sums and x_sums are multiplied (`integers_of_x`). UNIT: one more factor of the
+    sums."""
     if ZERO_TENSOR and ADDED_ZEROS:
         part = scale * (sums * (power * UNIT)[None, :]) + zero * (x_sums * power)[None, :]
     elif ZERO_TENSOR:
@@ -91,9 +92,9 @@ def dotted_rows(
         strides, up_strides: As in `load_scales`.
         BLOCK_K: The number of columns of a step.
         RUN: The number of words that share a sum and a scale.
-        FLOATS: Whether codes stand for floats, which are float8 (e4m3), or the numbers of the table
-            NUMBER (`formats.table_words`). If not, codes stand for integers minus ZERO, or for the
-            numbers in BYTES (`code_sums`).
+        FLOATS: Whether codes stand for floats. These are the numbers of the table NUMBER
+            (`formats.table_words`) or, if there is no table, of float8 (e4m3). If not FLOATS, codes
+            stand for integers minus ZERO, or for the numbers in BYTES (`code_sums`).
         SIGNED: Whether bytes are signed.
         ADDED_ZEROS: Whether zeros are added after the multiplication by the scale.
     """

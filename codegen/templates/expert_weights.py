@@ -42,7 +42,7 @@ def dequantize_tile(
     """Decodes stored codes, with their scales, to weights [ROWS, COLUMNS] of DTYPE.
 
     This is exact for NVFP4 and MXFP4. For int4 and fp8, the product with the scale is rounded once.
-    Weights in MXFP4 are beyond the range of fp16; they are bf16 in place of fp16.
+    MXFP4 numbers may be beyond the range of fp16. Their weights are bf16 if DTYPE is fp16.
     """
     WIDE: tl.constexpr = FORMAT == "mxfp4" and tl.float16 == DTYPE
     if FORMAT == "fp8":
@@ -59,8 +59,8 @@ def dequantize_tile(
 @triton.jit
 def times(pair, factor):
     """Multiplies words that hold two bf16 numbers each. If the numbers were multiplied one by one,
-    the compiler would combine two products in one instruction too, but in another order, and it
-    would need two more instructions to exchange the halves."""
+    the compiler would also combine two products in one instruction. It would combine them in
+    another order, however, and need two more instructions to exchange the halves."""
     return tl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, factor], tl.int32, True, 1
     )
@@ -87,8 +87,8 @@ def word_scales(scales, WORDS: tl.constexpr, FORMAT: tl.constexpr):
     COUNT: tl.constexpr = WORDS // 2 if FORMAT == "nvfp4" else WORDS // 4
     codes = scale_codes(scales, COUNT)
     if FORMAT == "nvfp4":
-        # These are the bits of an fp32 number that is too small by a factor of 2 ** 120. The sign
-        # is moved separately.
+        # The shifted bits are those of an fp32 number that is too small by a factor of 2 ** 120.
+        # The sign is moved separately.
         magnitude = codes & 0x7F
         bits = (magnitude << 20) + ((codes & 0x80) << 24)
         bits = tl.where(magnitude == 0x7F, 0x7FFFFFFF, bits)
@@ -106,8 +106,8 @@ def joined_in_order(pairs, ROWS: tl.constexpr, WORDS: tl.constexpr, RUN: tl.cons
     """Reshapes codes [ROWS, 4, WORDS, 2, 2, 2] to [ROWS, K], or to [K, ROWS] if not SWAPPED. K is
     in the order of `rows_in_order`.
 
-    The last three axes are the half of the word, and the low and the high bit of the place in that
-    half.
+    The last three axes of the codes are the half of the word, the low bit of the place in that
+    half, and its high bit.
     """
     K: tl.constexpr = 32 * WORDS
     if SWAPPED:
@@ -130,8 +130,8 @@ def rows_in_order(x, RUN: tl.constexpr):
     """Returns x [tokens, K], with K permuted to the order in which the tensor core's threads hold
     words of eight codes.
 
-    RUN: how many neighbouring columns of an operand a thread holds: 2, 4 or 8. Each of four threads
-    has a quarter of a row's words.
+    RUN: how many neighbouring columns of an operand a thread holds (2, 4 or 8). Four threads share
+    a row, and each of them has a quarter of the row's words.
     """
     TOKENS: tl.constexpr = x.shape[0]
     K: tl.constexpr = x.shape[1]
@@ -178,8 +178,8 @@ def e4m3_pairs(scales, WORDS: tl.constexpr):
     """
     ROWS: tl.constexpr = scales.shape[0]
     COUNT: tl.constexpr = WORDS // 2
-    # These are the bits of a bf16 number that is too small by a factor of 2 ** 120. The sign is
-    # moved separately.
+    # The shifted bits are those of a bf16 number that is too small by a factor of 2 ** 120. The
+    # sign is moved separately.
     codes = scale_codes(scales, COUNT)
     magnitude = codes & 0x7F
     pairs = magnitude * 0x00100010 + (codes & 0x80) * 0x01000100
@@ -215,8 +215,8 @@ def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr, RUN: tl
     odd = tl.join(halves_of(third, DTYPE), halves_of(fourth, DTYPE))
     codes = tl.reshape(tl.join(even, odd), (ROWS, 4, WORDS, 2, 2, 2))
     if not (FORMAT == "nvfp4" and tl.bfloat16 == DTYPE):
-        # Multiply by the factor first and then by the scale, so that both halves of a register stay
-        # in it.
+        # Multiply by the factor first and then by the scale, so that the two numbers of a register
+        # stay in the same register.
         codes *= tl.full((1,), 2.0**126 if tl.bfloat16 == DTYPE else 2.0**14, DTYPE)
         factor = word_scales(scales, WORDS, FORMAT).to(DTYPE)
         codes *= tl.reshape(factor, (ROWS, 4, WORDS, 1, 1, 1))

@@ -9,7 +9,8 @@ def e2m1_value(codes):
     """Converts E2M1 codes (any integer type) to bf16, exactly.
 
     Exponent and mantissa are moved to their places in bf16. The factor 2 ** 126 corrects the
-    difference between the exponent biases, and is also right for the only subnormal number.
+    difference between the exponent biases. This is also right for the only subnormal number of
+    E2M1.
     """
     codes = codes.to(tl.int16)
     bits = ((codes & 7) << 6) | ((codes & 8) << 12)
@@ -34,12 +35,12 @@ def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
 
     The results are exact, except for a factor of 2 ** -126 in bf16 or 2 ** -14 in fp16. Exponent
     and mantissa are moved to their places in DTYPE, for both codes at once. This is also right for
-    the only subnormal number.
+    the only subnormal number of E2M1.
     """
     if tl.bfloat16 == DTYPE:
-        # A multiplication moves the sign and the other bits to their places, and a mask removes the
-        # bits next to them. This takes one instruction less than shifts, on a unit that is less
-        # busy.
+        # Multiply by a constant to move the sign and the other bits to their places, and remove the
+        # bits next to them by a mask. This takes one instruction less than shifts would, and the
+        # multiplier is less busy than the unit that shifts.
         if position >= 2:
             words = words >> 8
         if position % 2 == 0:
@@ -64,8 +65,8 @@ def halves_of(pair, DTYPE: tl.constexpr):
 @triton.jit
 def e8m0_value(codes):
     """Converts e8m0 codes in integers to fp32: 2 ** (code - 127), and NaN for 255."""
-    # Code 0 stands for 2 ** -127, which is a subnormal number. Code 255 stands for NaN; shifted
-    # like the other codes, it would be infinity.
+    # Code 0 stands for 2 ** -127, which is a subnormal number. Code 255 stands for NaN. If it were
+    # shifted like the other codes, it would be infinity.
     bits = tl.where(codes == 0, 0x00400000, codes << 23)
     bits = tl.where(codes == 255, 0x7FFFFFFF, bits)
     return bits.to(tl.float32, bitcast=True)

@@ -1,5 +1,5 @@
-"""Where projected heads are stored: q to its result, and k and v to their token's slot in a
-cache."""
+"""Finds where projected heads are stored: q in the result tensor, and k and v in their token's slot
+of a cache."""
 
 import triton
 import triton.language as tl
@@ -8,8 +8,8 @@ QUERY = tl.constexpr(0)
 KEY = tl.constexpr(1)
 VALUE = tl.constexpr(2)
 
-# The largest number of (token, sequence) pairs that are compared at once. With more pairs, a binary
-# search is faster: it needs more loads but fewer registers.
+# The largest number of (token, sequence) pairs that are compared at once. If there are more pairs,
+# a binary search is faster, which needs more loads but fewer registers.
 COMPARED_PAIRS = tl.constexpr(4096)
 
 
@@ -31,8 +31,8 @@ def turned_kind(kind, head, GATE_RUN: tl.constexpr):
     """Returns the `kind` that determines whether a head has a norm and a rotation. A gate among q's
     heads counts as v, which has neither.
 
-    GATE_RUN: q's heads alternate between this many queries and this many gates. 0: there are no
-    gates.
+    GATE_RUN: q's heads alternate between this many queries and this many gates. If GATE_RUN is 0,
+    there are no gates.
     """
     if GATE_RUN > 0:
         kind = tl.where((kind == QUERY) & (head // GATE_RUN % 2 == 1), VALUE, kind)
@@ -126,8 +126,9 @@ def cache_places(
       used.
     - "block_table": slots_ptr is a table [sequence, column] of pages. sequences_ptr and
       positions_ptr have a sequence and a position for each token.
-    - "ragged": slots_ptr is such a table. sequences_ptr has the offsets [num_sequences + 1] of the
-      sequences' first tokens. positions_ptr has the number of tokens of each sequence in the cache.
+    - "ragged": slots_ptr is a table as in "block_table". sequences_ptr has the offsets
+      [num_sequences + 1] of the sequences' first tokens. positions_ptr has the number of tokens of
+      each sequence in the cache.
     """
     if ADDRESSING == "block_table" or ADDRESSING == "ragged":
         page, slot, valid = table_places(
@@ -170,9 +171,9 @@ def store_target(
 ):  # fmt: skip
     """Returns (pointer, row offsets, row mask, head stride, dim stride) of tokens of one `kind`.
 
-    Selects combine the targets of q, k and v into one target. The function has no branches, because
-    Triton 3.6 cannot flatten a loop over tiles that has branches, and because three stores would be
-    three times the code. If q and the caches differ in dtype, one pointer cannot serve both. The
+    Selects combine the targets of q, k and v into one target. There are two reasons to have no
+    branches: Triton 3.6 cannot flatten a loop over tiles that has branches, and three stores would
+    be three times the code. If q and the caches differ in dtype, one pointer cannot serve both. The
     target is then the cache, and it is masked for q.
     """
     page, slot, row_mask = cache_places(

@@ -1,5 +1,5 @@
-"""Rounds fp32 numbers to the dtype in which they are stored, and rows of numbers to float8 codes
-with scales computed from them."""
+"""Rounds fp32 numbers to the dtype in which they are stored, and rounds rows of numbers to float8
+codes, whose scales are computed from the rows."""
 
 import triton
 import triton.language as tl
@@ -9,8 +9,8 @@ import triton.language as tl
 def rounded(values, DTYPE: tl.constexpr, SATURATES: tl.constexpr = True):
     """Rounds fp32 values to DTYPE.
 
-    If DTYPE is an 8-bit float, values outside of its range become its largest number if SATURATES.
-    If not, they become infinity, or NaN for a type without infinity. NaN stays NaN.
+    Values outside of the range of an 8-bit float become its largest number if SATURATES. If not
+    SATURATES, they become infinity, or NaN if the type has no infinity. NaN stays NaN.
     """
     if not SATURATES:
         magnitude = tl.abs(values)
@@ -34,7 +34,8 @@ def rounded(values, DTYPE: tl.constexpr, SATURATES: tl.constexpr = True):
 
 @triton.jit
 def largest_magnitudes(x, AXIS: tl.constexpr):
-    """Returns the largest magnitudes of fp32 x along a dimension; NaN where one is NaN."""
+    """Returns the largest magnitudes of fp32 x along a dimension. If one of the numbers is NaN, the
+    result is NaN."""
     # Compare as integers: a maximum of floats ignores NaN.
     sizes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(sizes, axis=AXIS).to(tl.float32, bitcast=True)
@@ -58,7 +59,8 @@ def scale_of(
 
 @triton.jit
 def divisor_of(scale, LEAST_DIVISOR: tl.constexpr):
-    """Returns the divisors of numbers whose codes have these scales: at least LEAST_DIVISOR."""
+    """Returns the numbers by which values are divided to get codes with these scales. They are at
+    least LEAST_DIVISOR."""
     divisor = scale
     if LEAST_DIVISOR > 0.0:
         divisor = tl.maximum(scale, LEAST_DIVISOR, propagate_nan=tl.PropagateNan.ALL)
@@ -83,8 +85,8 @@ def codes_of(
 
 @triton.jit
 def quotients(groups, divisor, LEAST_DIVISOR: tl.constexpr):
-    """Returns groups [rows, groups, columns] / divisor [rows, groups, 1], each rounded once, if no
-    quotient is above 2^10. The remainder corrects the product with the rounded reciprocal
+    """Returns groups [rows, groups, columns] / divisor [rows, groups, 1]. Each quotient is rounded
+    once, if none is above 2^10. A remainder corrects the product with the rounded reciprocal
     (Markstein, IBM J. Res. Dev. 1990), which takes fewer instructions than a division."""
     if LEAST_DIVISOR < 1e-18:
         # If a divisor is very small, multiply it and its numbers by a power of two. Otherwise, the
@@ -104,8 +106,8 @@ def numbers_of_codes(
     x, GROUP: tl.constexpr, ZERO_SCALE: tl.constexpr, LEAST: tl.constexpr,
     LEAST_DIVISOR: tl.constexpr,
 ):  # fmt: skip
-    """Rounds rows x [rows, columns] to the numbers that e4m3 codes with a scale for each GROUP
-    columns stand for. The result has x's dtype. The scales are those of `round_rows`, in fp32."""
+    """Rounds rows x [rows, columns] to the numbers that e4m3 codes stand for. GROUP columns share a
+    scale. The result has x's dtype. The scales are computed as in `round_rows`, in fp32."""
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
     groups = tl.reshape(x.to(tl.float32), (ROWS, COLUMNS // GROUP, GROUP))

@@ -1,5 +1,5 @@
-"""Kernels that prepare the rows of x for a product. One kernel normalises them, and one permutes
-their columns to the order in which quantised weights are decoded along K."""
+"""Kernels that prepare the rows of x for a product. One kernel normalises the rows, and another
+kernel permutes their columns to the order in which quantised weights are decoded along K."""
 
 import triton
 import triton.language as tl

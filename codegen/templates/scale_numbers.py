@@ -1,4 +1,4 @@
-"""Scales of weights as numbers of bfloat16. Gluon templates use these functions, too."""
+"""Converts scales of weights to bfloat16. Gluon templates use these functions, too."""
 
 import triton
 import triton.language as tl

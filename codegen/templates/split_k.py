@@ -1,5 +1,5 @@
-"""The reduction of a sum that several programs compute in parts. Each program stores its part, and
-the last program adds the parts."""
+"""Reduces a sum that several programs compute in parts. Each program stores its part, and the last
+program adds the parts."""
 
 import triton
 import triton.language as tl

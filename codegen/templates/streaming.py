@@ -52,8 +52,8 @@ def row_statistics(
     fp32 [TOKENS, 1]. Both are zero for tokens that do not exist. ROW: a power of two that is at
     least K.
 
-    Each row is loaded once. The variance is computed from the differences to the mean: if the
-    numbers are far from zero, a variance computed from their squares would have no accurate digits.
+    Each row is loaded once. The variance is computed from the differences to the mean, because a
+    variance computed from squares would have no accurate digits if the numbers are far from zero.
     """
     mean = tl.zeros((TOKENS,), tl.float32)
     inverse = tl.zeros((TOKENS,), tl.float32)

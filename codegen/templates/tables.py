@@ -8,9 +8,9 @@ import triton.language as tl
 def chosen_bytes(low, high, selectors):
     """Returns four bytes for each pair of words.
 
-    Each of the low four nibbles of `selectors` has the number, 0 to 7, of one of the eight bytes of
-    a pair. If 8 is added to the number, the result is the top bit of that byte, repeated eight
-    times.
+    Each of the low four nibbles of `selectors` holds the number (0 to 7) of one of the eight bytes
+    of a pair of words. If 8 is added to the number, the result is the top bit of that byte,
+    repeated eight times.
     """
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selectors], tl.int32, True, 1
@@ -19,8 +19,9 @@ def chosen_bytes(low, high, selectors):
 
 @triton.jit
 def four_bytes(words, SECOND: tl.constexpr, TABLE: tl.constexpr, FIRST: tl.constexpr):
-    """Returns one byte of the numbers of four codes. The codes are in the low half of int32 words,
-    or in the high half if SECOND. The bytes of the 16 numbers begin at word FIRST of TABLE."""
+    """Returns, for each of four codes, one byte of the number that the code stands for. The codes
+    are in the low half of int32 words, or in the high half if SECOND. TABLE holds these bytes of
+    the 16 numbers, from word FIRST on."""
     selectors = ((words >> 16) if SECOND else words) & 0x7777
     is_high = chosen_bytes(words, words << 4, 0xBFAE if SECOND else 0x9D8C)
     low = chosen_bytes(TABLE[FIRST], TABLE[FIRST + 1], selectors)

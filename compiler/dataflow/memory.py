@@ -153,8 +153,8 @@ class MemoryMap:
         why: str = "",
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Adds a node that shares the memory of the node `of`, selects `effect` of it and reads it
-        as `dtype`."""
+        """Adds a node that shares the memory of the place `of`, selects `effect` of this memory and
+        reads it as `dtype`."""
         version = self.version[of.memory]
         self.places[node] = Place(of.memory, effect, dtype or of.dtype, version, view, why)
 

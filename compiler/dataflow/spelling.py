@@ -421,8 +421,8 @@ def index_effect(effect: Effect, index: Any) -> tuple[Effect, dict[int, fx.Node]
     """Returns the effect of the basic part of `x[index]`, and the index tensors by the dimensions
     of that part.
 
-    Raises InexpressibleError if the index has several lists of ints, or a mask given as Python
-    values.
+    Raises InexpressibleError if no effect expresses the index, for example if it has several lists
+    of ints, or a mask given as Python values.
     """
     items = (
         list(index) if isinstance(index, (tuple, list)) and not _is_list_index(index) else [index]

@@ -127,8 +127,8 @@ def decoded(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Returns the weight [N, K] in fp32, decoded from codes [N * K / 2] uint8, a table, and scales
-    [blocks]."""
+    """Returns the weight [N, K] in `dtype`. It is decoded in fp32 from codes [N * K / 2] uint8, a
+    table, and scales [blocks]."""
     nibbles = torch.stack([codes >> 4, codes & 15], -1).view(len(absmax), -1)
     weight = table[nibbles.int()] * absmax.unsqueeze(-1)
     return weight.view(*shape).to(dtype)

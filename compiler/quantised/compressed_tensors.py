@@ -153,8 +153,8 @@ class CompressedLinear(CodedLinear):
 
 
 def _nearest(x: torch.Tensor, how: Rounding) -> torch.Tensor:
-    """Returns x clamped and rounded to the numbers of the format. x is in units of its scale, and
-    keeps its dtype."""
+    """Returns x rounded to the numbers of the format. x is in units of its scale, has been clamped
+    to the range of the format, and keeps its dtype."""
     if (how.kind, how.bits) == ("float", 4):
         return nearest_e2m1(x)
     return x.round() if how.kind == "int" else x.to(torch.float8_e4m3fn).to(x.dtype)

@@ -261,8 +261,8 @@ def gemm_4bit(
 
 
 def int8_codes(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, None]:
-    """Returns codes [.., K] and the largest magnitude of each row [M]. Rows of zeros have codes
-    0."""
+    """Returns codes [.., K], the largest magnitude of each row [M], and None in place of the
+    columns of outliers. Rows of zeros have codes 0."""
     if threshold:
         raise UnfitError(
             "for all columns; with a threshold, some columns are multiplied separately"

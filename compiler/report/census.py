@@ -204,7 +204,8 @@ def _reached(start: Sequence[Value], sought: Sought, graph: Graph) -> Iterator[f
 
 
 def _walk(start: Value, sought: Sought, graph: Graph) -> list[Value]:
-    """Returns the first points upstream of a value that have a kind in `sought.before`."""
+    """Returns the points upstream of a value that have a kind in `sought.before`. The search ends
+    at points of other kinds, at writes, and after `sought.depth` products on the way."""
     found: list[Value] = []
     front, seen = [(start, 0)], {start}
     while front:

@@ -71,8 +71,8 @@ class Failures:
         self._restarts[match.pattern] += 1
 
     def earlier(self, match: Match) -> Miss | None:
-        """Returns the miss of a site that failed in an earlier copy of the graph. Returns None for
-        other sites."""
+        """Returns the miss of a site that failed in an earlier copy of the graph, or whose pattern
+        failed there too often. Returns None for other sites."""
         miss = self._refused.get(_key(match))
         if miss is None and self._restarts[match.pattern] > MAX_RESTARTS:
             miss = next(m for (name, _), m in self._refused.items() if name == match.pattern)

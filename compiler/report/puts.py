@@ -26,7 +26,7 @@ class Put:
     target: the node whose memory is written. Its other elements stay and are not read.
     shape: the shape of the written elements.
     reads: whether the write reads the old elements, because it adds something to them.
-    also: whether the source is computed from `target` itself.
+    also: whether `target` is also another argument of the write.
     """
 
     target: fx.Node

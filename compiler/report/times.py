@@ -94,8 +94,8 @@ MANY_QUERIES = 64
 class Spent:
     """The modelled microseconds of a part, by cause. Their sum is the modelled time of the part.
 
-    products: the time of products of activations with weights.
-    between: the time of the bytes that cross between parts.
+    products_us: the time of products of activations with weights.
+    between_us: the time of the bytes that cross between parts.
     """
 
     weights_us: float = 0.0

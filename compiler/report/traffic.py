@@ -5,8 +5,8 @@ Each fused op is a unit, and so is each product. The remaining nodes of a layer 
 each other, with no fused op or product between them, count as one kernel of Inductor, even if
 Inductor makes several. A view by itself moves nothing. A node that reads a view moves the bytes
 that the view selects, and a lookup moves the bytes that it returns. A write in place reads its
-target only if something is added to the target, and it moves only the rows of a cache that it
-writes. A tensor that several nodes of a unit read counts once.
+target only if the new values are computed from the old ones, and it moves only the rows of a cache
+that it writes. A tensor that several nodes of a unit read counts once.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class CodedWeights:
         return target in (F.linear, torch.ops.aten.linear.default)
 
     def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
-        """Returns the spelled-out call. Returns None for a linear whose weight is plain, or belongs
-        to a class that cannot be read."""
+        """Returns the spelled-out call. Returns None for a linear that stays as it is, for example
+        because its weight is plain, or belongs to a class that cannot be read."""
         x, weight, bias = (argument(call, at, name) for at, name in enumerate(_OPERANDS))
         if not _is_read(weight) or not call.users:
             return None

@@ -121,8 +121,8 @@ def _multiply_locally(node: fx.Node) -> None:
 
 
 def _unwrapping(node: fx.Node) -> list[fx.Node]:
-    """Returns a node and all nodes that read its DTensor, up to the plain tensors, in program
-    order.
+    """Returns all nodes that read a node's DTensor, directly or through other DTensors, up to the
+    plain tensors, in program order.
 
     The list is empty if one of them does more than unwrap, or if the graph returns the DTensor.
     """

@@ -87,7 +87,7 @@ def _call_of(node: fx.Node) -> _Call:
 
 
 def _first_result(node: fx.Node) -> fx.Node:
-    """Returns the node of the first result of a call. Raises _Unreadable if the log-sum-exp of the
+    """Returns the node of the first result of a call. Raises _Unreadable if another result of the
     call is used."""
     parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if len(parts) != len(node.users) or set(parts) != {0}:

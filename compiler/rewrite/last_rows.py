@@ -132,10 +132,12 @@ def _is_number(item: Any) -> bool:
 
 
 def _takes_fewer(product: fx.Node, selection: fx.Node) -> bool:
-    """Whether a selection takes fewer rows than there are.
+    """Whether a selection takes fewer rows than there are, and can be moved in front of the
+    product.
 
-    A number of rows that is known only in a call counts as fewer. The result is False if another
-    argument of the selection is computed after the product.
+    A number of rows that is known only in a call counts as fewer, unless it is the number of all
+    rows. For example, a selection cannot be moved if another argument of it is computed after the
+    product, or if the product of the selected rows would add a guard.
     """
     others = [n for n in selection.all_input_nodes if "example_value" in n.meta]
     if any(product < other for other in others if not _is_plain(other)):

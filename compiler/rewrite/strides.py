@@ -29,8 +29,8 @@ class Writes(Protocol):
 
 
 def same_steps(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors have equal strides. Dimensions that are known to have size 1 or less do
-    not count. Adds no guard."""
+    """Whether two tensors have equal strides. Dimensions that are known to have size 1 do not
+    count. Adds no guard."""
     a, b = _steps(one), _steps(two)
     return len(a) == len(b) and all(proven(x == y) for x, y in zip(a, b, strict=True))
 

@@ -88,7 +88,7 @@ def compiling(gm: fx.GraphModule) -> Iterator[list[RankSums]]:
 
 def disagreement(shared: Sequence[RankSums], report: GraphReport) -> str | None:
     """Returns why this rank must not run the report's fused sums over ranks. Returns None if all
-    ranks have fused the same sums.
+    ranks have fused the same sums, or if this rank has fused none and the others run none.
 
     The function waits at most COMPILING_S seconds for ranks that compile, and WAIT_S seconds for a
     silent rank. Raises RuntimeError if the other ranks run fused sums and this rank cannot.

@@ -151,7 +151,8 @@ class WindowPages(FullPages):
     def fork_blocks(
         self, source_request_id: str, dest_request_id: str, past_length: int
     ) -> tuple[list[int], list[int]]:
-        """Gives a fork blocks of its own for the pages that the request still has."""
+        """Gives a fork blocks of its own for the pages that the request still has. Returns the
+        blocks of the request, and the fork's new blocks in the same order."""
         table = self.block_table[source_request_id]
         source = [block for block in table if block]
         fresh = self.pool.get_free_blocks(self.index, len(source))

@@ -45,7 +45,8 @@ Plan = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 
 def add_plan(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Adds the plan of a step to the model's arguments. This is a forward pre-hook: it returns the
-    new arguments, or None for calls without the engine's memory, which stay as they are."""
+    new arguments, or None for calls that stay as they are, such as calls without the engine's
+    memory."""
     cache = kwargs.get("cache")
     if not isinstance(cache, PagedAttentionCache):
         return None

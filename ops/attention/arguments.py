@@ -13,9 +13,9 @@ from tilewright.ops.schema import SymInt
 
 @dataclass(frozen=True, kw_only=True)
 class BatchArguments:
-    """The arguments of `cache_attention` and `mla_decode` that describe the sequences of a batch:
-    where the keys of each sequence are, and which of these keys its queries attend to.
-    AttentionArguments explains each field."""
+    """The arguments of `cache_attention` and `mla_decode` that describe the sequences of a batch.
+    They say where the keys of each sequence are, and which of these keys the queries of the
+    sequence attend to. AttentionArguments explains each field."""
 
     scale: float
     num_sequences: SymInt = 1
@@ -44,7 +44,8 @@ class AttentionArguments(BatchArguments):
       is None, each of num_sequences sequences has the same number of queries.
     - `k` [N, P, Hkv, D], `v` [N, P, Hkv, V]: the cache. It may have any strides, but the last
       dimension is contiguous. It has q's dtype or an 8-bit float dtype.
-    - `k_scale`, `v_scale`: fp32, one number or [Hkv]. An 8-bit cache is multiplied by them.
+    - `k_scale`, `v_scale`: fp32, one number or [Hkv]. The numbers of an 8-bit cache are multiplied
+      by these scales.
     - `block_table` [B, columns]: key j of sequence b is k[block_table[b, j // P], j % P]. Without
       it, N = B, and key j of sequence b is k[b, j].
     - `positions` [T] or [T / B] (the same for every sequence): the position of each query. Without
@@ -56,24 +57,24 @@ class AttentionArguments(BatchArguments):
     - The index j of the key is less than `key_lengths` [B] of the sequence, if that is given.
     - `mask` allows the key for the query's position p: "causal" (j <= p), "sliding_window" (p -
       window < j <= p), "chunked" (j <= p and j // window == p // window) or "none".
-    - `attn_mask` [B or 1, Hq or 1, S or 1, K] allows it. K is at least the number of keys of a
-      sequence, and each sequence must have the same number S of queries. A bool mask has True for
-      a visible key. A mask of numbers (q's dtype or fp32) is added to the logits after scale and
-      cap, and -inf hides a key.
+    - `attn_mask` [B or 1, Hq or 1, S or 1, K] allows the key. K is at least the number of keys of a
+      sequence, and each sequence must have the same number S of queries. A bool mask has True for a
+      visible key. A mask of numbers (q's dtype or fp32) is added to the logits after scale and cap,
+      and -inf hides a key.
 
     If a query attends to no key, its result is zeros.
 
     - `mask_blocks`: the result of `mask_blocks` for this attn_mask. If it is None, the call
       computes it. A result that was computed with hide_lowest is allowed only if mask is "none",
-      key_lengths is None, attn_mask has one column for each key, and the logits are bounded, by
-      softcap or by a scale of at most 1 / 4. (A scale bounds them because the products q @ k^T are
-      finite in q's dtype.)
+      key_lengths is None, attn_mask has one column for each key, and the logits are bounded. A
+      softcap bounds them, and so does a scale of at most 1 / 4, because the products q @ k^T are
+      finite in q's dtype.
     - `softcap`: if c is not 0, logits become c * tanh(logits / c) before they are masked.
     - `sinks` [Hq]: one more logit for each head. It takes part in the softmax and has no value.
 
     Keys that no query attends to may have any values, even NaN. Bad offsets, lengths and pages
-    raise ArgumentError if they are on the CPU, and if they are on a GPU with TILEWRIGHT_DEBUG=1.
-    Otherwise, queries do not attend to a key on a page that does not exist.
+    raise ArgumentError. If they are on a GPU, they are checked only with TILEWRIGHT_DEBUG=1.
+    Without this check, queries do not attend to a key on a page that does not exist.
     """
 
     q: torch.Tensor

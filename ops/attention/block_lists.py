@@ -59,11 +59,11 @@ class MaskBlocksArguments:
     numbers. This requires that logits are at most E / 2, that the mask alone determines which keys
     are visible, and that the mask has one column for each key.
 
-    The result is int32 [.., .., ceil(S / 128), 1 + ceil(K / 64)]. For each tile of 128 queries, it
-    has the number of blocks of 64 keys that at least one query attends to, then these blocks in
-    ascending order, then zeros. A block is given as 2 * its number, plus 1 if the block is whole. A
-    block is whole if it has 64 keys, every query of the tile attends to all of them, and a mask of
-    numbers adds zero.
+    The result is int32 [.., .., ceil(S / 128), 1 + ceil(K / 64)]. For each tile of 128 queries, the
+    result has the number of blocks of 64 keys that at least one query attends to, then these blocks
+    in ascending order, then zeros. A block is given as 2 * its number, plus 1 if the block is
+    whole. A block is whole if it has 64 keys, if every query of the tile attends to all of them,
+    and if a mask of numbers adds zero to their logits.
     """
 
     attn_mask: torch.Tensor
@@ -215,9 +215,9 @@ def check_mask_blocks(op: str, mask: torch.Tensor | None, blocks: torch.Tensor |
 def check_mask_blocks_values(
     op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None, *, hide_lowest: bool
 ) -> None:
-    """Checks that a list of blocks belongs to its mask, if the values may be read: they are on the
-    CPU, or TILEWRIGHT_DEBUG=1 is set. hide_lowest: whether a list that was computed with
-    hide_lowest is accepted too. Raises ArgumentError."""
+    """Checks that a list of blocks belongs to its mask, if the values may be read. They may be read
+    if they are on the CPU, or if TILEWRIGHT_DEBUG=1 is set. hide_lowest: whether a list is
+    accepted, too, that was computed with hide_lowest. Raises ArgumentError."""
     if mask is None or blocks is None or not readable((blocks,)):
         return
     own = [MaskBlocksArguments(mask, hide_lowest=hides) for hides in {False, hide_lowest}]

@@ -81,7 +81,7 @@ def attention_steps(
     few = few or (config is None and decodes(problem, sizes))
     if few and a.attn_mask is not None and a.attn_mask.shape[1] > 1:
         # A tile of this kernel has queries of all heads that share keys. If each head has its own
-        # mask, each head also has its own list of blocks, so the tile can use none of them.
+        # mask, each head also has its own list of blocks, so the tile cannot use a list.
         a = replace(a, mask_blocks=None)
     else:
         a = yield from _with_list(a, target)

@@ -1,4 +1,4 @@
-"""Which keys a query attends to, according to positions and a mask tensor."""
+"""Determines which keys a query attends to, according to positions and a mask tensor."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def bounds_logits(scale: float, softcap: float, dtype: torch.dtype) -> bool:
 
 def lowest_hides(a: Any, keys: Any) -> bool:
     """Whether the lowest numbers of a call's mask may hide keys (see hide_lowest of `mask_blocks`).
-    They may if attn_mask alone determines which of the `keys` are visible, attn_mask has one column
-    for each key, and the logits are bounded."""
+    They may hide keys if attn_mask alone determines which of the `keys` are visible, attn_mask has
+    one column for each key, and the logits are bounded."""
     mask = a.attn_mask
     if mask is None or mask.dtype == torch.bool or a.mask != "none" or a.key_lengths is not None:
         return False

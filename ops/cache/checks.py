@@ -132,8 +132,8 @@ def check_cache_scale(
 
 
 def check_pair(op: str, windows: Mapping[str, CacheWindow], *, one_base: bool) -> None:
-    """Checks that two windows have the same number of pages and of slots. If they are on one base,
-    also checks that they share no element."""
+    """Checks that two windows have the same number of pages and of slots. If both windows are on
+    one base, also checks that they share no element."""
     (name, one), (second, other) = windows.items()
     for axis in ("num_pages", "page_size"):
         want, have = getattr(one, axis), getattr(other, axis)

@@ -1,10 +1,10 @@
 """The CUDA lowering of `all_reduce_residual_norm`: one kernel that uses memory shared by the ranks,
 or the library's collective followed by a kernel.
 
-If a kernel fails on a rank, the op's reference cannot replace it: the reference would sum again, or
-wait for ranks that run the kernel. If the kernel after the library's collective fails, the rank
-continues with torch's own addition and norm. If the kernel that uses shared memory fails, the rank
-raises RankFailedError.
+If a kernel fails on a rank, the op's reference cannot replace the kernel: the reference would sum
+again, or wait for ranks that run the kernel. If the kernel after the library's collective fails,
+the rank continues with torch's own addition and norm. If the kernel that uses shared memory fails,
+the rank raises RankFailedError.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ log = logging.getLogger("tilewright")
 _failed: set[KernelSpec] = set()
 # Operands that stand for the ranks' shared memory as long as that memory does not exist.
 _SHARED = {"peers": Operand("i64"), "steps": Operand("i32"), "rank": 0}
+# The same operands for a kernel that uses no shared memory.
 _NOT_SHARED = {"peers": None, "steps": None, "rank": None}
 
 

@@ -1,9 +1,9 @@
 """E2M1, the 4-bit float of NVFP4 and MXFP4: codes, packing, rounding.
 
 A code has a sign (1 bit), an exponent (2 bits) and a mantissa (1 bit). It stands for 0, 0.5, 1,
-1.5, 2, 3, 4 or 6, or the negative of one of them. Two codes share a byte, and the element of even
-index is in the low nibble. `torch.float4_e2m1fn_x2`, cuBLAS and the OCP formats have the same
-order.
+1.5, 2, 3, 4 or 6, or for the negative of one of these numbers. Two codes share a byte, and the
+element of even index is in the low nibble. `torch.float4_e2m1fn_x2`, cuBLAS and the OCP formats
+have the same order.
 """
 
 from __future__ import annotations

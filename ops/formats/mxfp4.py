@@ -3,8 +3,8 @@ each 32 elements along K.
 
     value = e2m1(code) * 2 ** (scale - 127)          scale: e8m0 as uint8; 255 is NaN
 
-To quantise a block, the scale is set to 2 ** (floor(log2(amax)) - 2), clamped to e8m0's range.
-Elements are rounded to nearest even and saturate. A block of zeros has scale 0 (2 ** -127).
+When a block is quantised, its scale is set to 2 ** (floor(log2(amax)) - 2), clamped to e8m0's
+range. Elements are rounded to nearest even and saturate. A block of zeros has scale 0 (2 ** -127).
 """
 
 from __future__ import annotations

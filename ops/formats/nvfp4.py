@@ -68,8 +68,8 @@ def dequantize(
     """Returns x [..., K] from packed [..., K/2] and row-major scales [..., K/16].
 
     If tensor_scale is 1, the result is exact in bfloat16 and wider dtypes, because the product of a
-    code (2 significant bits) and a scale (4 significant bits) has at most 6 of them. The sign of a
-    scale is ignored, because the tensor core ignores it too.
+    code (2 significant bits) and a scale (4 significant bits) has at most 6 significant bits. The
+    sign of a scale is ignored, because the tensor core ignores it too.
     """
     wide = torch.promote_types(dtype, torch.float32)
     values = fp4.decode(fp4.unpack(packed), wide).unflatten(-1, (-1, BLOCK))

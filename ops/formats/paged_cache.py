@@ -3,8 +3,9 @@
 All layouts in use differ only in strides and offset: `[P, S, H, D]` (vLLM, flat slots), `[P, H, S,
 D]`, a StaticCache `[B, H, L, D]` (a page for each sequence), and one tensor for both K and V (`[2,
 P, S, H, D]`, `[P, 2, L, S, H, D]`). A fused op takes the caller's own tensor, the *base*, together
-with the nine integers of a window. It never takes a view of the base: under functionalisation, a
-mutated view costs a copy of the whole cache, and a mutated graph input costs nothing.
+with the nine integers of a window. The op never takes a view of the base, because under
+functionalisation, a mutated view costs a copy of the whole cache, while a mutated graph input costs
+nothing.
 """
 
 from __future__ import annotations

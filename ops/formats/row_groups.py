@@ -65,8 +65,8 @@ def check_expert_values(op: str, name: str, ids: torch.Tensor | None, num_expert
 
 
 def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the tensor, or a contiguous copy of it. It has one number for each group or for each
-    expert, and kernels read it with stride 1."""
+    """Returns the tensor, or a contiguous copy of it. The tensor has one number for each group or
+    for each expert, and kernels read it with stride 1."""
     return None if tensor is None else tensor.contiguous()
 
 

@@ -117,9 +117,10 @@ class Weight(StoredWeight):
     A code stands for (code - zero) * scale. In int4_k_offset, it stands for (code - zero_point) *
     scale + zero.
 
-    - `scale` [ceil(N / bn), ceil(K / bk)] with scale_block = [bn, bk]: any float dtype; for nvfp4
-      also float8_e4m3fn; for fp8 also e8m0 as uint8, and for mxfp4 only that. A block as large as
-      the weight is one scale for the whole tensor. For 4-bit codes, bk divides K.
+    - `scale` [ceil(N / bn), ceil(K / bk)] with scale_block = [bn, bk]: any float dtype. For nvfp4,
+      the scales may also be float8_e4m3fn. For fp8, they may also be e8m0 as uint8, and for mxfp4,
+      they must be e8m0 as uint8. A block as large as the weight is one scale for the whole tensor.
+      For 4-bit codes, bk divides K.
     - `zero`: the zero of a code is zero_point, plus `zero` if `zero` is given. `zero` has the shape
       of the scales, or consists of int32 words that hold the zeros of eight rows, [N / (8 bn), K /
       bk].

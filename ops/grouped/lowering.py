@@ -37,9 +37,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 def _chosen(
     problem: GroupedProblem, num_rows: int, target: Target, plan: GroupedPlan | None
 ) -> tuple[GroupedPlan, Statics | None, tuple[Kernel, Statics]]:
-    """Returns a triple for up to `num_rows` rows: the plan, the constants of the kernel that
-    dequantises the weights first (None if there is no such kernel), and the GEMM's kernel with its
-    constants. plan: a plan to use instead of the planner's."""
+    """Returns three things for up to `num_rows` rows: the plan; the constants of the kernel that
+    dequantises the weights first, or None if there is no such kernel; and the GEMM's kernel with
+    its constants. plan: a plan to use instead of the planner's."""
     plan, decode = plan or plan_grouped(problem, num_rows, target), None
     if plan.decode is not None:
         decode = dequantize_statics(problem, plan.decode)
@@ -107,8 +107,9 @@ def reference_steps(reference: Callable[[], torch.Tensor], result: Buffer, reaso
 def as_words(
     values: Mapping[str, Any], weight: WeightOperands, config: GemmConfig
 ) -> dict[str, Any]:
-    """Returns a weight, its scales and the distance from gate to up in the form that a kernel with
-    these tile sizes reads. If the kernel reads codes as they are stored, it reads 32-bit words."""
+    """Returns a weight, its scales and the distance from gate to up, in the form in which a kernel
+    with these tile sizes reads them. If the kernel reads codes as they are stored, it reads 32-bit
+    words."""
     made = dict(values)
     if not isinstance(config, CodesConfig):
         return made

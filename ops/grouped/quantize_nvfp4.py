@@ -41,11 +41,11 @@ class QuantizeNvfp4Arguments:
     - `tensor_scales` fp32 [G]: one positive number for each group. Without group_offsets, the shape
       is [1]. If it is None, all scales are 1.
 
-    The results are packed codes uint8 [T, K/2], and scales float8_e4m3fn [S, ceil(K/64), 32, 4, 4],
-    in which every group has its own blocks (ops.formats.scale_layout; `group_scale_offsets` returns
-    their deltas). S is ceil(T/128) without group_offsets, and ceil(T/128) + G with them. Rows that
-    belong to no group have zero codes and no scales. Scales that belong to no row or column of x
-    are zero.
+    The results are packed codes uint8 [T, K/2], and scales float8_e4m3fn [S, ceil(K/64), 32, 4, 4].
+    In the scales, every group has its own blocks (ops.formats.scale_layout), and
+    `group_scale_offsets` returns the deltas of these blocks. S is ceil(T/128) without
+    group_offsets, and ceil(T/128) + G with them. Rows that belong to no group have zero codes and
+    no scales. Scales that belong to no row or column of x are zero.
     """
 
     x: torch.Tensor

@@ -49,8 +49,8 @@ class ShrinkArguments:
     The result is [P, M, N] of a's dtype. It has one plane [M, N] for each weight that is given, in
     the order q, k, v. N is the largest rank, and columns past a smaller rank are zero. Bad values
     are offsets that decrease or exceed M, and adapters that do not exist. Bad values raise
-    ArgumentError if they are on the CPU, and if they are on a GPU with TILEWRIGHT_DEBUG=1.
-    Otherwise, the rows that such a value belongs to have no adapter.
+    ArgumentError. If they are on a GPU, they are checked only with TILEWRIGHT_DEBUG=1. Without this
+    check, the rows that a bad value belongs to have no adapter.
     """
 
     a: torch.Tensor

@@ -38,8 +38,9 @@ class LatentStoreArguments:
       cache_lengths[b] + i.
 
     Bad values are slots, positions and pages that do not exist, and positions without a row of cos.
-    They raise ArgumentError before anything is written if they are on the CPU, and if they are on a
-    GPU with TILEWRIGHT_DEBUG=1. Otherwise, a token without a place is not written.
+    Bad values raise ArgumentError before anything is written. If they are on a GPU, they are
+    checked only with TILEWRIGHT_DEBUG=1. Without this check, a token without a place is not
+    written.
     """
 
     latent: torch.Tensor
@@ -94,7 +95,7 @@ class MlaPrefillArguments:
       scale_block = [bn, bk]. By default, a float8 weight is dequantised to q's dtype.
     - `quantize_latent`: whether latents are quantised too, with a scale for each 1 x bk block
       (ops/formats/fp8_block.py). A float8 weight is then multiplied as codes. If latent_scale_cap
-      is not 0, an amax above it counts as latent_scale_cap.
+      is not 0, it replaces the largest magnitude of a block if that is larger.
     - `latent_scale` [Tk, ceil(L / bk)]: if it is given, `latent` already has such codes, made of
       normalised and rotated latents. This requires keys="given" and slots="none".
 
@@ -135,8 +136,8 @@ class MlaPrefillArguments:
       values are divided by q_scale, k_scale and v_scale and rounded to float8, saturating. The
       softmax weights, times a power of two, are rounded to float8 as well.
 
-    Bad values (offsets, slots, pages, positions) raise ArgumentError before anything is written if
-    they are on the CPU, and if they are on a GPU with TILEWRIGHT_DEBUG=1.
+    Bad values (offsets, slots, pages, positions) raise ArgumentError before anything is written. If
+    they are on a GPU, they are checked only with TILEWRIGHT_DEBUG=1.
     """
 
     q: torch.Tensor
@@ -219,18 +220,18 @@ class MlaBranchArguments:
       chunk.
     - `buffer_length`: the number of rows of each chunk, as C integers; -1 for a chunk without keys.
 
-    `mla_prefill_plan` returns the last three arguments. The chunks of a sequence are adjacent,
-    begin at position 0 and have all its keys. Rows past the keys are not visible. If all lengths
-    are less than 1, nothing is written and the result is zeros.
+    `mla_prefill_plan` returns buffer_row_offsets, cache_offsets and buffer_length. The chunks of a
+    sequence are adjacent, begin at position 0 and have all its keys. Rows past the keys are not
+    visible. If all lengths are less than 1, nothing is written and the result is zeros.
 
     - `kv_b_proj` [H * (N + V), L] float8_e4m3fn, `kv_b_proj_scale` [ceil(rows / g), ceil(L / g)]
       float32, for blocks of granularity g = 128 or 64. V = v_dim.
     - `mask`, `window`, `attention_dtype`, `q_scale`, `k_scale`, `v_scale`: as in `mla_prefill`.
 
     Raises ArgumentError before anything is written if a layer, granularity, shape, dtype or device
-    is wrong. On the CPU, and on a GPU with TILEWRIGHT_DEBUG=1, also raises it for offsets that
-    contradict each other, a buffer that is shorter than the keys, pages outside the pool, and
-    positions past freqs_cis or past the table.
+    is wrong. Also raises ArgumentError for offsets that contradict each other, a buffer that is
+    shorter than the keys, pages outside the pool, and positions past freqs_cis or past the table.
+    If these values are on a GPU, they are checked only with TILEWRIGHT_DEBUG=1.
     """
 
     q: torch.Tensor
@@ -283,7 +284,7 @@ class MlaDecodeArguments(BatchArguments, _Width):
       it is None, key j of sequence b is latent[b, j], and P = B.
     - `kv_b_weight` [H * (N + V), L]: for each head, N rows of keys (W_UK) and V = v_dim rows of
       values (W_UV). It has q's dtype, or is float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L
-      / bk)] and scale_block = [bn, bk]; it is then rounded to q's dtype.
+      / bk)] and scale_block = [bn, bk]. A float8 weight is dequantised to q's dtype.
     - `v_weight` [H, V, L]: if it is given, it is W_UV, and kv_b_weight is W_UK alone, [H, N, L].
       Both have q's dtype and any strides.
     - `key_lengths`, `positions`, `cache_lengths`, `mask`, `window`, `attn_mask`, `mask_blocks`:
@@ -294,9 +295,9 @@ class MlaDecodeArguments(BatchArguments, _Width):
       of a latent, whose scales are float32.
 
     If a query attends to no key, its result is zeros. Keys that no query attends to may have any
-    values, even NaN. Bad offsets, lengths and pages raise ArgumentError if they are on the CPU, and
-    if they are on a GPU with TILEWRIGHT_DEBUG=1. Otherwise, queries do not attend to a key on a
-    page that does not exist.
+    values, even NaN. Bad offsets, lengths and pages raise ArgumentError. If they are on a GPU, they
+    are checked only with TILEWRIGHT_DEBUG=1. Without this check, queries do not attend to a key on
+    a page that does not exist.
     """
 
     q: torch.Tensor

@@ -31,8 +31,8 @@ class LinearActivationArguments:
       the gate. Weights may have any strides, so that a joint weight, concatenated or interleaved,
       can be passed as two views of one tensor.
     - `bias`, `up_bias` [N], of x's dtype or float32.
-    - `activation`: one of ops.reference.activation.ACTIVATIONS. Without an up weight it may be "",
-      and there is then no activation.
+    - `activation`: one of ops.reference.activation.ACTIVATIONS. Without an up weight, it may be "",
+      which means that there is no activation.
     - `rms_norm`, `layer_norm`, `norm_weight`, `norm_bias`, `norm_eps`, `norm_offset`: a RowNorm of
       x.
     - `weight_format`, `scale_block`, `zero_point`, `nibble_order`, `weight_scale`, `weight_zero`,
@@ -133,8 +133,9 @@ class ScaledLinearArguments:
     """The arguments of `scaled_linear`, for T tokens, K columns of x, and N rows of the weight.
 
     - `x` [T, K] float8_e4m3fn, with a contiguous last dimension.
-    - `x_scale` [T or 1, 1 or ceil(K / 128)], of a floating dtype: one scale for all tokens or for
-      each token, and for all columns or for each 128 columns. If it is None, the scale is 1.
+    - `x_scale` [T or 1, 1 or ceil(K / 128)], of a floating dtype. There is one scale for all
+      tokens, or one for each token; and one for all columns, or one for each 128 columns. If
+      x_scale is None, the scale is 1.
     - `weight` [N, K] float8_e4m3fn, with any strides.
     - `weight_scale`, `scale_block`: fields of a Weight. `weight_format` is "fp8".
     - `bias` [N] of out_dtype.
@@ -162,8 +163,8 @@ class RoundRowsArguments:
     - `up` [T, K] of x's dtype. If it is given, the numbers that are rounded are activation(x) * up.
     - `activation`: "" for none, or one of ops.reference.activation.ACTIVATIONS.
     - `rms_norm`, `norm_weight`, `norm_eps`, `norm_offset`: a RowNorm of the numbers.
-    - `scale`: one scale for all numbers, a tensor of one element of x's dtype or, without
-      `rounded`, of float32. If it is None, scales are computed.
+    - `scale`: a tensor with one element, which is the scale of all numbers. It has x's dtype or,
+      without `rounded`, may be float32. If it is None, scales are computed.
     - `group`, `rounded`, `zero_scale`, `least`, `least_divisor`: a RowRounding of the numbers.
     - `decoded`: whether the result has the numbers that codes stand for, in x's dtype, instead of
       float8_e4m3fn codes.

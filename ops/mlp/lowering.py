@@ -144,8 +144,8 @@ def linear_residual_steps(
 
 
 def _x(call: _Call) -> Generator[Step, Any, torch.Tensor]:
-    """Returns x in the form in which the product needs it: after the separate norm, if there is
-    one, and with its columns in the order of the kernel's codes."""
+    """Returns x in the form in which the product needs it. If there is a separate norm, it has been
+    applied. The columns are in the order of the kernel's codes."""
     order = None
     if call.problem.quantization is not None:
         order = order_of(call.problem, call.chosen[0])
@@ -179,15 +179,15 @@ def _norms_x(call: _Call) -> bool:
 def _are_many(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
     """Whether the library's GEMM is faster and may be used.
 
-    The library cannot read quantised weights. It is not used before a norm of the result either,
-    because it rounds the numbers that the norm reads.
+    The library cannot read quantised weights. The library is not used before a norm of the result
+    either, because the library rounds the numbers that the norm reads.
     """
     alone = problem.quantization is None and problem.post_norm is None
     return alone and takes_library(problem, num_tokens, target)
 
 
 def _apart(call: _Call, x: torch.Tensor) -> Steps:
-    """Multiplies x by the gate's weight and by the up weight in separate launches. Both are
+    """Multiplies x by the gate's weight and by the up weight in separate launches. Both weights are
     quantised. The two products stay in fp32 until the activation is computed."""
     a = call.a
     assert isinstance(a, LinearActivationArguments)

@@ -156,6 +156,7 @@ def _decoded(
     values |= {"workspace": None, "counters": None}
     if config.split:
         values["workspace"], values["counters"] = yield SplitK(*workspace(config))
-    statics = mixed_statics(problem, config, index, stored, activation)
+    has_residual = residual is not None
+    statics = mixed_statics(problem, config, index, stored, activation, has_residual)
     yield launch(MIXED, target, (config.programs,), values, statics)
     return out, config

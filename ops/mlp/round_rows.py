@@ -1,5 +1,5 @@
-"""`round_rows`: rounds activations to float8 codes with scales computed from them, after a norm or
-an activation."""
+"""`round_rows`: rounds activations to float8 codes, and computes the scales of the codes. A norm or
+an activation function may come first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scaled_linear`: a linear of float8 codes, both x and the weight, with scales for both."""
+"""`scaled_linear`: a linear whose x and weight are both float8 codes with scales."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ Launches = Generator[Step, Any, None]
 def _chosen(
     problem: MoeProblem, num_tokens: int, target: Target, plan: MoePlan | DotsPlan | None
 ) -> tuple[MoePlan | DotsPlan, Kernels, str | None]:
-    """Returns a triple for up to `num_tokens` tokens: the plan, its kernels, and the reason why the
-    kernels cannot compute the call (None if they can). plan: a plan to use instead of the
+    """Returns three things for up to `num_tokens` tokens: the plan; its kernels; and the reason why
+    the kernels cannot compute the call, or None if they can. plan: a plan to use instead of the
     planner's."""
     plan = plan or plan_dots(problem, num_tokens) or plan_moe(problem, num_tokens, target)
     if isinstance(plan, DotsPlan):
@@ -281,8 +281,8 @@ def _quantize(call: _Call, name: str, rows: torch.Tensor) -> Launch:
 
 
 def _rows(memory: Memory, name: str, rows: torch.Tensor) -> Values:
-    """Returns rows in the form in which a GEMM reads them. If the call quantises them, these are
-    their codes."""
+    """Returns rows in the form in which a GEMM reads them. If the call quantises the rows, the
+    result is the codes of the rows."""
     codes = memory.get(f"{name}_codes")
     return {"x": rows if codes is None else codes, "x_scale": memory.get(f"{name}_scale")}
 

@@ -107,7 +107,7 @@ def one_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _interleaved(gate: torch.Tensor, distance: int) -> bool:
-    """Whether rows of gate and rows of up alternate. This is so if two rows of gate leave room for
-    exactly one more row, and up's first row is in that room."""
+    """Whether rows of gate and rows of up alternate. Rows alternate if there is room for exactly
+    one more row between two rows of gate, and if up's first row is in that room."""
     _, row, column = gate.stride()
     return row == (2 if column != 1 else 2 * gate.shape[2]) and distance == row // 2

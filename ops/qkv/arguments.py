@@ -50,8 +50,8 @@ class FusedQkvArguments:
     - `factors`: the factors of q, k and v, in this order: float32 [3], or [2] if there is no
       v_weight.
     - `gate_run`: if it is not 0, the Hq heads alternate between gate_run queries and gate_run gates
-      (1 if each query is followed by its gate). Gates are only projected and clipped. If it is 0,
-      all heads are queries.
+      (1 if each query is followed by its gate). Gates are only projected and clipped. If gate_run
+      is 0, all heads are queries.
     - `delta` [T, N of q, k and v], with a contiguous last dimension, values or float32: added to
       the projections. It has the columns of q, then k, then v, like the packed result of
       `lora_expand_add`.
@@ -90,9 +90,9 @@ class FusedQkvArguments:
     - `tune`: whether to measure the lowerings on the GPU when they are first needed.
 
     Bad values are slots, sequences, positions, offsets and pages that give a token no place, or
-    give two tokens the same place. They raise ArgumentError before anything is written if they are
-    on the CPU, and if they are on a GPU with TILEWRIGHT_DEBUG=1. Otherwise, a token without a place
-    is not written. Scales may be any numbers; the results follow IEEE 754.
+    give two tokens the same place. Bad values raise ArgumentError before anything is written. If
+    they are on a GPU, they are checked only with TILEWRIGHT_DEBUG=1. Without this check, a token
+    without a place is not written. Scales may be any numbers; the results follow IEEE 754.
     """
 
     x: torch.Tensor
@@ -274,10 +274,10 @@ class RaggedQkvArguments:
     - `static_tokens`, `tune`: as in FusedQkvArguments.
 
     Raises ArgumentError before anything is written if layer_idx is not a layer, a scale has another
-    granularity, the group does not divide K, or a shape, dtype or device is wrong. On the CPU, and
-    on a GPU with TILEWRIGHT_DEBUG=1, also raises it for offsets that do not start at 0, decrease,
-    or do not end at T; positions past the table; pages outside the pool; and two tokens with the
-    same slot.
+    granularity, the group does not divide K, or a shape, dtype or device is wrong. Also raises
+    ArgumentError for offsets that do not start at 0, that decrease, or that do not end at T; for
+    positions past the table; for pages outside the pool; and for two tokens with the same slot. If
+    these values are on a GPU, they are checked only with TILEWRIGHT_DEBUG=1.
     """
 
     hidden_state: torch.Tensor

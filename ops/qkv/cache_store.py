@@ -1,7 +1,7 @@
 """`paged_kv_store`: writes K (rotated if a rope is given) and V to their cache slots.
 
-The op is for cache writes that cannot be fused with a projection. It accesses only the slots that
-it writes.
+The op is for cache writes that cannot be fused with a projection. The op accesses only the slots
+that it writes.
 """
 
 from __future__ import annotations

@@ -116,9 +116,9 @@ def _tiled(call: FusedCall, choice: LoweringChoice, values: dict[str, Any], targ
 
 
 def weight_places(a: FusedQkvArguments) -> dict[str, Any]:
-    """Returns how the single descriptor of `qkv_projection` addresses the three weights: the weight
-    at the lowest address, the distances to the other two in elements, and the index of q, k and v
-    in the order of addresses."""
+    """Returns how the single descriptor of `qkv_projection` addresses the three weights. The result
+    has the weight at the lowest address, the distances in elements to the other two weights, and
+    the indices of q, k and v in the order of addresses."""
     last = a.k_weight if a.v_weight is None else a.v_weight
     weights = {"q": a.q_weight, "k": a.k_weight, "v": last}
     order = sorted(weights, key=lambda name: weights[name].data_ptr())

@@ -1,8 +1,8 @@
 """Makes arguments of `fused_qkv_paged` that are like given arguments, but on new memory. Tuning
 measures calls with these new arguments.
 
-The new arguments have the shapes, strides and dtypes of the given arguments, except that the number
-of tokens may differ and that the caches have only the pages that are needed. The numbers are
+The new arguments have the shapes, strides and dtypes of the given arguments, with two exceptions:
+the number of tokens may differ, and the caches have only the pages that are needed. The numbers are
 random. Only the metadata of the given arguments is read.
 """
 

@@ -37,6 +37,7 @@ log = logging.getLogger("tilewright")
 # The calls of one CUDA graph together read this many times the size of the L2 cache, so that each
 # call starts with a cold cache.
 _COLD_L2_SIZES = 3
+# The largest number of sets of arguments that the calls of one CUDA graph use.
 _MAX_SETS = 64
 # If norm(error) / norm(result) is larger than this, the result is wrong, and not only rounded
 # differently.

@@ -43,7 +43,7 @@ def check_norm_weight(
 class HeadNorm(ArgumentGroup):
     """A norm of projected heads [T, H, D].
 
-    It is applied if a weight is given or weightless_norm is set.
+    The norm is applied if a weight is given or weightless_norm is set.
 
     - `norm_kind`: "rms", or "layer", which also subtracts the mean.
     - `norm_width`: "head", or "row" for all heads of a token together.

@@ -19,9 +19,9 @@ def device_target(device: torch.device) -> Target | None:
 
 
 def emits_for(device: torch.device) -> bool:
-    """Whether kernels are emitted for a device. This is so for a CUDA device that has a target. It
-    is also so for any CUDA device on a machine without a GPU: tensors on such a device are fake
-    tensors of a graph that is planned but not run."""
+    """Whether kernels are emitted for a device. They are emitted for a CUDA device that has a
+    target. On a machine without a GPU, they are emitted for any CUDA device, because tensors on
+    such a device are fake tensors of a graph that is planned but not run."""
     if device.type != "cuda":
         return False
     return not torch.cuda.is_available() or device_target(device) is not None

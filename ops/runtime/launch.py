@@ -43,8 +43,8 @@ _SLAB_COUNTERS = 1 << 18
 # The smallest number of counters that a stream takes at a time.
 _STREAM_COUNTERS = 1024
 # If a slab has fewer counters left than this, an uncaptured launch, such as the warm-up before a
-# capture, replaces it. The reason is that no slab can be made during a capture, and a captured
-# graph without counters from a slab must set its own counters to zero at each replay.
+# capture, replaces the slab. No slab can be made during a capture, and a captured graph that gets
+# no counters from a slab must set its own counters to zero at each replay.
 _ENOUGH_COUNTERS = _SLAB_COUNTERS // 2
 
 _counters_lock = threading.Lock()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 log = logging.getLogger("tilewright")
 
-# A triple: the fields (addresses, sent, rank) of an `ops.runtime.program.PeerMemory`.
+# The fields (addresses, sent, rank) of an `ops.runtime.program.PeerMemory`.
 Memory = tuple[int, int, int]
 
 
@@ -54,12 +54,13 @@ class _Shared:
 
 # The memory that was agreed on. The keys are (group name, device index, form).
 _shared: dict[tuple[str, int, str], _Shared] = {}
-# Keeps the memory of `_shared` allocated. CUDA graphs that were captured with it need it, too.
+# Keeps the memory of `_shared` allocated. CUDA graphs that were captured with this memory need it,
+# too.
 _kept: list[Any] = []
 
 
-# torch's function that finds a process group by name; None if torch has no process groups. It is
-# looked up only once, because every sum over ranks calls `is_group`.
+# torch's function that finds a process group by name; None if torch has no process groups. The
+# function is looked up only once, because every sum over ranks calls `is_group`.
 _resolve: Any = getattr(getattr(dist, "distributed_c10d", None), "_resolve_process_group", None)
 
 
@@ -225,7 +226,8 @@ _AGAIN_S = 1.0
 @dataclass(frozen=True)
 class _Waits:
     """A callable that returns whether a kernel of this rank waits for a rank whose process has
-    ended. It waits if this rank has sent a row to the other rank and has received no row from it.
+    ended. The kernel waits if this rank has sent a row to the other rank and has received no row
+    from that rank.
 
     The flags of both ranks are copied on a separate stream into pinned memory, where the CPU polls
     for their arrival. Therefore nothing waits for the caller's work, and no call is made that is
@@ -270,8 +272,8 @@ class _Waits:
 def _watch_ranks(
     wanted: Any, watch: Any, meeting: Any, processes: Sequence[Sequence[int]], own: torch.Tensor
 ) -> None:
-    """Makes threads watch the processes of the other ranks. They end this process if it waits for a
-    rank whose process has ended. processes: the processes of all ranks."""
+    """Makes threads that watch the processes of the other ranks. A thread ends this process if this
+    rank waits for a rank whose process has ended. processes: the processes of all ranks."""
     stream = torch.cuda.Stream(own.device, priority=_PRIORITY)
     here = own[: 8 * math.prod(wanted.flags)].view(torch.int64).view(wanted.flags)
     others = []

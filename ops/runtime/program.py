@@ -92,9 +92,9 @@ class Peers:
         programs: The largest number of programs of a launch.
         spec: The kernel of this call. Each rank must be able to compile it at the first call of its
             kind.
-        flags: The shape [..., ranks] of the int64 flags at the start of the memory. Each flag is
-            the number of the last row that one rank has sent to this memory; these numbers only
-            grow. A rank finishes a kernel only after all other ranks have sent their data.
+        flags: The shape [..., ranks] of the int64 flags at the start of the memory. A flag has the
+            number of the last row that one rank has sent to this memory. The numbers only grow. A
+            rank finishes a kernel only after all other ranks have sent their data.
     """
 
     group: str
@@ -197,7 +197,8 @@ class Program:
 
 def drive(steps: Steps, machine: Machine, *, keep: bool | None = None) -> Program:
     """Performs the steps of a call. If a step raises an exception, the exception is raised inside
-    the generator, where it yields the step, so that it can compute the call in another way.
+    the generator, at the place where the generator yields the step. The generator can then compute
+    the call in another way.
 
     keep: whether the program keeps the steps. If it is None, the program keeps the steps while the
     call is repeatable. If the call is not repeatable, the memory of its steps can be freed.

@@ -44,9 +44,9 @@ class CallKeys:
 
     The metadata are: which arguments are given; the shape, strides and dtype of every tensor; the
     device of the first tensor; and every argument that is not a tensor. The addresses are the
-    addresses of the tensors. For a tensor in `moving`, which must come before any optional
-    argument, the key has only its device, its address modulo 16, and the index of the first tensor
-    at its address.
+    addresses of the tensors. For a tensor in `moving`, the key has only the tensor's device, its
+    address modulo 16, and the index of the first tensor at its address. Such tensors must come
+    before any optional argument.
 
     In two calls with equal keys, the tensors are the same views of the same memory, unless the
     memory was freed in between. The contents may differ, and so may the offset of each tensor in

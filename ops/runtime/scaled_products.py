@@ -27,10 +27,13 @@ from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import Buffer, Library, Step
 
-#: The kinds of scales. TENSORS: x has one scale, and the weight has one scale. ROWS: each row of x
-#: and of the weight has a scale. BLOCKS: each 128 columns of a row of x have a scale, and so has
-#: each block of 128 x 128 numbers of the weight.
-TENSORS, ROWS, BLOCKS = "tensors", "rows", "blocks"
+#: The kind of scales in which x has one scale, and the weight has one scale.
+TENSORS = "tensors"
+#: The kind of scales in which each row of x and each row of the weight has a scale.
+ROWS = "rows"
+#: The kind of scales in which each 128 columns of a row of x have a scale, and each block of
+#: 128 x 128 numbers of the weight has a scale.
+BLOCKS = "blocks"
 # The library requires sizes and strides to be multiples of this number.
 _UNIT = 16
 # The first release of torch that supports ROWS with a float16 result.
@@ -147,7 +150,8 @@ def scaled_product(
 def _weight_scales(operands: ScaledOperands, target: Target) -> Generator[Step, Any, torch.Tensor]:
     """Returns the scales of the weight in the form that the library needs: float32 and contiguous.
     They are one number, a number for each row [N, 1], or a number for each block, with columns
-    padded to a multiple of four. If the model stores them in this form, they are not copied."""
+    padded to a multiple of four. If the model stores the scales in this form, they are not
+    copied."""
     scale, kind, (rows, columns) = operands.weight_scale, operands.kind, operands.weight.shape
     if kind == TENSORS:
         wide = WideScales(1, 1, 1, 1)

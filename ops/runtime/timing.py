@@ -43,9 +43,9 @@ def _streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Returns the streams of warm-ups and of captures, the same for each call.
 
     All captures on one stream share cuBLAS's workspace, which is allocated in the memory of the
-    first captured graph. If this file captured on the default stream of `torch.cuda.graph`, graphs
-    that the user captures later would use a workspace that PyTorch may free when the graphs of this
-    file are gone.
+    first captured graph. Therefore this file does not capture on the default stream of
+    `torch.cuda.graph`. Otherwise, graphs that the user captures later would use a workspace that
+    PyTorch may free when the graphs of this file are gone.
     """
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 

@@ -1,12 +1,13 @@
 """Ends this process if its GPU waits for a rank whose process has ended.
 
 A kernel that waits for another rank cannot see that the rank is gone. Therefore, for each other
-rank on this host, a thread waits for the end of the rank's process (with Linux's pidfd_open(2),
-which costs nothing and reacts immediately). After that, the thread checks every few seconds whether
-this rank waits for the rank that has ended. If this rank waits at two checks in a row, or if a
-check gets no answer, the thread logs a message and aborts the process, and the launcher notices its
-end. PyTorch's watchdog of NCCL ends a rank whose collective is lost in the same way
-(ProcessGroupNCCL.cpp, `terminateProcess`). A rank that does not wait keeps running.
+rank on this host, a thread waits for the end of the rank's process. The thread uses Linux's
+pidfd_open(2), which costs nothing and reacts immediately. After that, the thread checks every few
+seconds whether this rank waits for the rank that has ended. If this rank waits at two checks in a
+row, or if a check gets no answer, the thread logs a message and aborts this process. The launcher
+then notices that the process has ended. PyTorch's watchdog of NCCL ends a rank whose collective is
+lost in the same way (ProcessGroupNCCL.cpp, `terminateProcess`). A rank that does not wait keeps
+running.
 
 The threads need Python's global interpreter lock, like all threads of Python: if the code of a
 process never releases the lock, the process is not ended. This module does not import torch.
@@ -59,8 +60,8 @@ class Process(NamedTuple):
     started: int
 
     def is_beside(self, other: Process) -> bool:
-        """Whether both processes number processes in the same way, so that a pid that one of them
-        reports is valid for the other."""
+        """Whether both processes are on one host and in one PID namespace, so that a pid that one
+        process reports is valid for the other."""
         return self[1:4] == other[1:4]
 
 
@@ -224,8 +225,8 @@ class Watch:
 
 
 def _answer(waits: Sequence[Waits], deadline_s: float) -> bool | None:
-    """Whether one of the functions returns that this rank waits. Returns None if they do not return
-    in time."""
+    """Whether one of the functions `waits` says that this rank waits. Returns None if the functions
+    do not return in time."""
     said: list[bool] = []
 
     def ask() -> None:

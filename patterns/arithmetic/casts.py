@@ -32,8 +32,8 @@ def _strip_all(view: View) -> tuple[View, tuple[Value, ...]]:
 
 def strip_while(view: View, passes: Callable[[Value], bool]) -> tuple[View, tuple[Value, ...]]:
     """Walks from a view's value to the first argument of that value, and on from argument to
-    argument, as long as `passes` accepts the value. Returns the view before the accepted values,
-    and these values."""
+    argument, as long as `passes` accepts the value. Returns (the view before the accepted values,
+    the accepted values)."""
     stripped: list[Value] = []
     while passes(view.value):
         stripped.append(view.value)

@@ -8,11 +8,11 @@
 Factors and summands may have either order. Matching ignores casts between floating types, and
 layout operations (`view`, `transpose`, slices, `expand`) between two steps. A named tensor is bound
 as a view that has the dimensions of the matched view. If the matched operations read all their
-operands whole, the bound view may have fewer dimensions, and broadcasts to those of the matched
-view.
+operands whole, the bound view may have fewer dimensions. It then broadcasts to the dimensions of
+the matched view.
 
-The signature of a view consists of its last operation and the last operations of its arguments. It
-determines which formulas can match.
+The signature of a view consists of the view's last operation and the last operations of its
+arguments. The signature determines which formulas can match.
 """
 
 from __future__ import annotations
@@ -240,10 +240,9 @@ def reduction(
 ) -> Formula:
     """Matches a reduction `op` over runs of numbers along the last dimension.
 
-    operand: a formula that matches the input. The formula gets a view of the input in which each
-        number of a run has the index of the run's result.
-    width: the name of the length of a run.
-    holds: one more condition on the value.
+    operand: a formula that matches the input of the reduction. The formula gets the input as a view
+    [..., n], in which the last dimension is a run of n numbers. width: the name of the length of a
+    run. holds: one more condition on the value.
     """
     name = f"aten.{op}"
 

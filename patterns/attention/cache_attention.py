@@ -5,10 +5,10 @@
 
 The pattern matches `scaled_dot_product_attention`, or two products and a softmax. The model may
 repeat key-value heads itself, share them with `enable_gqa`, or have one key-value head for each
-query head. Keys may come from a cache after a write to it, from pages that the graph gathers, or
-from this graph. If the expressions of a mask in the graph are recognised, the mask becomes options
-of the op. Any other mask is passed as a tensor. Dimension letters are explained in
-`patterns/recognise/attention.py`.
+query head. Keys may come from a cache that the graph has written before, from pages that the graph
+gathers, or from a computation in the graph. If the expressions of a mask in the graph are
+recognised, the mask becomes options of the op. Any other mask is passed as a tensor. Dimension
+letters are explained in `patterns/recognise/attention.py`.
 """
 
 from __future__ import annotations

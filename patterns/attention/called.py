@@ -1,8 +1,8 @@
 """Calls of `cache_attention` that the model makes itself, for example in an engine's attention
 function.
 
-Such a call gets a match of its own, so that reports show which kernels it uses and how long they
-take. The rewritten graph has the same call.
+Such a call becomes a match, so that reports show the kernels of the call and their times. The
+rewritten graph has the same call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Distinguishes attention to a cache, which comes from outside of the graph, from attention to new
 keys.
 
-If attention to a cache is not matched, the miss counts as lost, because the graph reads the whole
-cache, while the op would read only a part of the cache.
+If attention to a cache is not matched, the miss counts as lost: the graph reads the whole cache,
+while the op would read only a part of the cache.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tilewright.patterns.recognise.attention import factors_of, sketch_of
 
 
 def reads_a_cache(value: Value) -> bool:
-    """Whether the keys of an attention are a cache from outside of the graph. This is so for pages,
-    for memory that the graph writes, and for an input if the graph projects the queries."""
+    """Whether the keys of an attention are a cache from outside of the graph. Such a cache is:
+    pages; memory that the graph writes; or an input, if the graph projects the queries."""
     sketch = sketch_of(value)
     if sketch is None:
         factors = factors_of(value)

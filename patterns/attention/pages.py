@@ -65,8 +65,8 @@ def same_pages(k: View, v: View) -> SamePages | None:
 
 
 def pages_of(keys: View) -> Pages | None:
-    """Returns the pages that k or v [B, K, H, D] is gathered from; None if it is gathered token by
-    token or not gathered at all. `keys` may be a range of the gathered columns."""
+    """Returns the pages from which k or v [B, K, H, D] is gathered. Returns None if k or v is
+    gathered token by token, or is not gathered. `keys` may be a range of the gathered columns."""
     taken = gathered(keys.value.whole)
     if taken is None or len(taken[0].shape) not in (3, 4):
         return None

@@ -1,5 +1,5 @@
-"""Finds keys and values in the form in which a cache stores them: one head for all query heads that
-share this head.
+"""Finds keys and values in the form in which a cache stores them. A cache has only one head for all
+query heads that share the head.
 
     k = cache[:, :, None].expand(B, Hkv, Hq // Hkv, K, D).reshape(B, Hq, K, D)    ⇒   cache
 

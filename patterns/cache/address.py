@@ -175,7 +175,7 @@ def _explicit_heads(write: CacheWrite, index: dict[int, View]) -> int | None:
 
 def _counts_up(view: View, length: Size) -> bool:
     """Whether an index is 0, 1, ..., length - 1 along its last dimension, and does not vary along
-    the others."""
+    its other dimensions."""
     last = len(view.effect.dims) - 1
     whole = Effect(((),) * last + effects.identity((length,)).dims, (0,))
     value = view.value

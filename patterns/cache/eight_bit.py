@@ -115,8 +115,8 @@ def _there_and_back(written: Written) -> Written | None:
 
 def _holds(bounds: tuple[Any, Any], dtype: torch.dtype) -> tuple[bool, bool] | None:
     """Returns two bools: whether a clamp moves numbers below the range of a dtype into this range,
-    and whether it moves numbers above the range into it. A bound outside of the range moves no
-    numbers into it. Returns None if the clamp changes numbers inside the range."""
+    and whether the clamp moves numbers above the range into the range. A bound outside of the range
+    moves no numbers into it. Returns None if the clamp changes numbers inside the range."""
     limit = torch.finfo(dtype).max
     if not all(bound is None or isinstance(bound, (int, float)) for bound in bounds):
         return None
@@ -167,8 +167,8 @@ def _is_scale(item: Any) -> bool:
 
 
 def can_scale(number: float) -> bool:
-    """Whether a number can be the scale of a cache in float32: it is not 0, not infinite, and not
-    so small that it loses digits."""
+    """Whether a number can be the scale of a cache in float32. Such a number is not 0, not
+    infinite, and not so small that it loses digits."""
     return FLOAT32.tiny <= abs(number) <= FLOAT32.max
 
 

@@ -1,4 +1,5 @@
-"""Finds what each dimension means in a slice of a cache that is written, `cache[:B, s : s + n]`.
+"""Finds the meaning of each dimension of a slice that is written to a cache, `cache[:B, s : s +
+n]`.
 
 There is no index tensor that shows which dimension of a slice has the slots. The slots are in the
 dimension that the slice cuts.

@@ -3,7 +3,7 @@
     page = block_table[sequence, position // page_size]
     slot = page * page_size + position % page_size
 
-The functions of this module recognise such expressions, and make them.
+The functions of this module recognise such expressions, and also build them.
 """
 
 from __future__ import annotations

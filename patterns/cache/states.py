@@ -14,6 +14,7 @@ from tilewright.patterns.recognise.gemm import match_gemm
 # Operations of a recurrence: a decay, and products of two activations. The computation of keys and
 # values has neither.
 _RECURRENT = frozenset(f"aten.{name}" for name in ("exp", "cumsum", "matmul", "bmm", "einsum"))
+# Operations that `_walk_tokens` follows back from a value.
 _BY_ELEMENT = frozenset(f"aten.{name}" for name in ("add", "sub", "mul", "silu", "cat", "pad"))
 _BY_ELEMENT |= {"cast"}
 _REACH = 64
@@ -44,7 +45,7 @@ def _walk_tokens(value: Value, axes: set[int | None]) -> bool:
     axis of a convolution's state [batch, channels, width].
 
     An axis runs over tokens if the value is concatenated with earlier tokens along this axis, or if
-    the value is a projection and the axis is not the one of its features.
+    the value is a projection and the axis is not the axis of the features.
     """
     for _ in range(_REACH):
         if len(axes) != 1 or value.op not in _BY_ELEMENT:

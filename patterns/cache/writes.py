@@ -109,9 +109,9 @@ class WritePair:
 def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
     """Yields the in-place writes that may fill a cache, in program order.
 
-    The cache is an input of rank three or more. The written data are either computed by a
-    projection in the graph, or given to the graph as an input and written to a part of the cache,
-    such as the keys of new tokens to their slots.
+    The cache is an input of rank three or more. The written data come from a projection in the
+    graph, or are an input of the graph. An input must be written to only a part of the cache, as
+    the keys of new tokens are written to their slots.
     """
     fused = {op.qualified_name for op in all_ops()}
     wanted = [value for value in flow.stores if _may_be_cache(value, flow, fused)]
@@ -125,7 +125,7 @@ def _may_be_cache(value: Value, flow: Dataflow, fused: set[str]) -> bool:
     """Whether a write goes to an input of rank three or more, and may store keys or values.
 
     fused: the names of the ops that write caches themselves. A graph has such an op if the user
-    called it, or if an earlier round rewrote a site to it.
+    called the op, or if an earlier round rewrote a site to the op.
     """
     store = value.store
     assert store is not None
@@ -182,7 +182,7 @@ def _with_head(write: CacheWrite) -> CacheWrite:
 
 
 def _lacks_heads(write: CacheWrite) -> bool:
-    """Whether the cache has no head dimension. This is so if index tensors leave one dimension, or
+    """Whether the cache has no head dimension. It has none if index tensors leave one dimension, or
     if the target has three dimensions and each of its rows is a whole token."""
     if write.written is None:
         return False

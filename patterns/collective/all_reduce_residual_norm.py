@@ -1,5 +1,5 @@
-"""Matches the operations after a linear that is split over ranks: the parts of the ranks are
-summed, the residual is added, and the linears of the next layer read the norm of the sum.
+"""Matches the operations after a linear that is split over ranks. The graph sums the parts of the
+ranks and adds the residual, and the linears of the next layer read the norm of the sum.
 
     summed = residual + all_reduce(part)
     normed = rms_norm(summed) * norm_weight      ⇒   all_reduce_residual_norm(part, residual, ...)

@@ -91,7 +91,7 @@ def _is_whole(side: View) -> bool:
 
 
 def _few(value: Value, ranks: int) -> bool:
-    """Whether there are few enough tokens for the op. If their number is symbolic, this is True,
-    and the op decides when it is called."""
+    """Whether there are few enough tokens for the op. If the number of tokens is symbolic, the
+    result is True, and the op decides at each call."""
     *rows, columns = value.shape
     return OP.slower(tokens=effects.product(rows), columns=columns, ranks=ranks) is None

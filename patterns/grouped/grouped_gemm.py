@@ -4,10 +4,10 @@
     grouped_mm of x and weight both in NVFP4             ⇒   grouped_matmul_dynamic_scaled_nvfp4
 
 The weight is either dense (stored or computed) or dequantised in the graph. x counts as NVFP4 if
-the graph decodes it from codes and e4m3 scales, which may be inputs of the graph or computed by it.
-The op reads these codes and scales, so it keeps the graph's rounding. The NVFP4 op ignores the
-signs of block scales, as the tensor core does. Therefore it is used only if the graph shows that no
-scale is negative.
+the graph decodes it from codes and e4m3 scales. These may be inputs of the graph, or the graph may
+compute them. The op reads these codes and scales, so it keeps the graph's rounding. The NVFP4 op
+ignores the signs of block scales, as the tensor core does. Therefore it is used only if the graph
+shows that no scale is negative.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ NVFP4_BLOCK = 16
 NVFP4_COLUMNS = 32
 # A row of codes must take a multiple of this number of bytes.
 ALIGNED_BYTES = 16
-# A bfloat16 product with fewer than SHORT_INNER inner columns, and with MANY_ROWS or more rows in a
-# group on average, is left to torch's kernel. On an H200, torch's kernel was faster for 256 inner
-# columns and 256 rows in a group. It was not faster for 768 columns or for fewer rows.
+# Torch's kernel computes a bfloat16 product that has fewer inner columns than this and has many
+# rows. On an H200, torch's kernel was faster for 256 inner columns and 256 rows in a group. It was
+# not faster for 768 columns or for fewer rows.
 SHORT_INNER = 512
+# The average number of rows in a group from which a product has many rows.
 MANY_ROWS = 160
 
 
@@ -180,8 +181,8 @@ def _both_quantised(
 
 
 def _factors_of(weight: DequantizedExperts, rows: DequantizedExperts) -> list[Computed] | None:
-    """Returns tensors [E]. Each element of their product is the factor that all rows share. Returns
-    None if the op does not support the blocks or the factors of the rows."""
+    """Returns tensors [E] whose product is the factor that all rows share, once for each expert.
+    Returns None if the op does not support the blocks or the factors of the rows."""
     assert rows.scale is not None
     own = unrepeated(rows.scale.effect.dims[1])[1]
     if (own or weight.shape[2]) % NVFP4_BLOCK or weight.shape[2] % NVFP4_COLUMNS:
@@ -190,8 +191,8 @@ def _factors_of(weight: DequantizedExperts, rows: DequantizedExperts) -> list[Co
 
 
 def _by_expert(rows: DequantizedExperts, num_experts: int) -> list[Computed] | None:
-    """Returns tensors [E]. Each element of their product is the factor that all rows share. Returns
-    None if rows have different factors."""
+    """Returns tensors [E] whose product is the factor that all rows share, once for each expert.
+    Returns None if rows have different factors."""
     views = (*rows.factors, *rows.divisors)
     if not all(effects.repeats(view.effect.dims[0]) for view in views):
         return None

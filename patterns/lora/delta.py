@@ -4,7 +4,7 @@ Three forms are matched:
 
 1. One adapter for all rows, as two linears.
 2. One of G adapters for each row or each sequence. The matrices are looked up in stacks by index,
-and multiplied by bmm, matmul or einsum.
+   and multiplied by bmm, matmul or einsum.
 3. Rows that are sorted by adapter, as two grouped products.
 
 Factors may come before, between and after the products, and some rows may have no adapter.

@@ -133,8 +133,8 @@ def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product
 
 
 def _part_repeated(xs: dict[str, Dim], ws: dict[str, Dim]) -> None:
-    """If both operands have a dimension, but one of them only repeats its elements along this
-    dimension, removes the dimension from this operand."""
+    """Removes a dimension from an operand that only repeats its elements along this dimension, if
+    the other operand has the dimension too."""
     for name in xs.keys() & ws.keys():
         repeats = [all(a.axis is None for a in dims[name]) for dims in (xs, ws)]
         if repeats == [True, False]:

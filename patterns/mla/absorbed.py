@@ -59,8 +59,8 @@ class PerHead:
 
 @dataclass(frozen=True)
 class Absorbed:
-    """An attention over latents, with the product that makes q_latent before it and the product
-    that reads o_latent after it."""
+    """An attention over latents, together with two products: the product that makes q_latent, and
+    the product that reads o_latent."""
 
     query: PerHead
     attention: Value
@@ -225,7 +225,8 @@ class Taken:
 
 def taken_of(product: PerHead, layout: Effect) -> Taken:
     """Returns the columns of an attention's result that the product reads. layout: the dimensions
-    of the result, expressed on the axes [B, S, H, width]. The result is the x of the product.
+    of the attention's result, expressed on the axes [B, S, H, width]. The attention's result is the
+    operand x of the product.
 
     Raises InexpressibleError if the product does not take whole heads.
     """

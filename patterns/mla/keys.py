@@ -6,8 +6,9 @@
 
 The graph assembles k with `cat`, or with writes to slices of new memory.
 
-Dimension letters: B sequences with K keys each, H heads; N is the width of the projected part of a
-key, R the width of its rope part, V the width of the values, and L the rank of latents.
+Dimension letters: B sequences with K keys each; H heads. N is the width of the projected part of a
+key, R is the width of the rope part of a key, V is the width of a value, and L is the rank of
+latents.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ def _refuse(why: str, culprit: View) -> NoReturn:
 
 
 def _projection(view: View, who: str) -> tuple[Linear, Rows, View]:
-    """Returns, for a view [B, K, H, D] of a linear's result: the linear, the rows of its weight
-    that compute these heads, and its input, the latents [B, K, L]."""
+    """Returns three things for a view [B, K, H, D] of a linear's result: the linear, the rows of
+    its weight that compute these heads, and the linear's input, which is the latents [B, K, L]."""
     code, stage = ("LATENT_KEYS", Stage.K_PATH) if who == "K" else ("LATENT_VALUES", Stage.V_PATH)
     columns = match_columns(view)
     if columns is not None and _only_scales(columns.linear):
@@ -223,7 +224,7 @@ def _row_scale(k: Linear, v: Linear) -> View | None:
 
 def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:
     """Returns the weight [H * (N + V), L]. For each head, it has the rows of K and then the rows of
-    V. Raises Reject (LATENT_WEIGHT) if K and V do not use one weight that has its rows in this
+    V. Raises Reject (LATENT_WEIGHT) if K and V do not use one weight with its rows in this
     order."""
     width = k_rows.head_dim + v_rows.head_dim
     count = k_rows.num_heads
@@ -289,7 +290,8 @@ def finer(scale: View, repeats: int) -> View:
 
 
 def _finer_stored(scale: View | Computed, repeats: int) -> View | Computed:
-    """Returns the same for a scale of a weight, which may be read in another dtype."""
+    """Returns the scale of a weight with each number repeated along the last dimension. The scale
+    may be read in another dtype."""
     if isinstance(scale, View):
         return finer(scale, repeats)
     stored, *given = scale.operands

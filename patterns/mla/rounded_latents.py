@@ -60,8 +60,8 @@ def absorbed_decode(
 
 def _rounding(codes: Value) -> RoundedRows | None:
     """Returns the rounding by which the graph makes codes. Returns None if there is no rounding, if
-    its scale is a number that the model stores, or if its scales are rounded to 16 bits, where they
-    may become zero or infinite."""
+    its scale is a number that the model stores, or if its scales are rounded to 16 bits. (In 16
+    bits, scales may become zero or infinite.)"""
     if not is_rounded(codes):
         return None
     try:
@@ -73,8 +73,8 @@ def _rounding(codes: Value) -> RoundedRows | None:
 
 def _latents(rows: RoundedRows, keys: LatentKeys) -> tuple[View, int] | None:
     """Returns the latents [B, K, L] before the graph rounds them, and the number of columns that
-    share a scale (0 if all columns of a token share one). Returns None unless the graph multiplies
-    all codes by the same scales with which it rounded them."""
+    share a scale; 0 if all columns of a token share a scale. Returns None unless the graph
+    multiplies all codes by the same scales with which it rounded them."""
     shape, width = keys.latents.shape, rows.width
     rank, scale = shape[-1], keys.scales["latent_scale"]
     if not isinstance(rank, int) or not isinstance(width, int) or rank % width:

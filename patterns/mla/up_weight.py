@@ -1,5 +1,5 @@
-"""Builds the weight of an up-projection in the form that the op expects, from its two halves: W_UK
-[H, N, L] for the keys and W_UV [H, V, L] for the values.
+"""Builds the weight of an up-projection in the form that the op expects. The weight has two halves:
+W_UK [H, N, L] for the keys, and W_UV [H, V, L] for the values.
 
 Dimension letters are explained in `patterns/mla/keys.py`.
 """
@@ -54,8 +54,8 @@ def _lies_in_rows(whole: View, flow: Dataflow) -> bool:
 def _codes(whole: View) -> dict[str, Any] | None:
     """Returns the arguments for 8-bit codes with a scale for each block, if the graph dequantises
     the weight from them. Returns None if the graph does not dequantise the weight from such codes,
-    or if the op does not support the form of the dequantisation; the dequantised tensor is then the
-    weight."""
+    or if the op does not support the form of the dequantisation. In both cases, the op gets the
+    dequantised tensor as its weight."""
     try:
         codes = match_weight(whole)
         if codes is None or codes.format != "fp8":

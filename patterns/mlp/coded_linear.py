@@ -53,7 +53,7 @@ class CodedLinear:
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         """Yields the last value of each linear that has a quantised weight. Leaves out a linear
-        that the op cannot compute, if another pattern reports it."""
+        that the op cannot compute, if another pattern reports that linear."""
         inside: set[Value] = set()
         for value in reversed(flow.values):
             linear = None if value in inside else _linear(value)

@@ -196,8 +196,9 @@ def bare_product(value: Value) -> Value | None:
 
 def _passed(value: Value, holds: Callable[[Value], bool]) -> Iterator[Value]:
     """Yields a value and the values that it is computed from. Continues from a value to its operand
-    as long as the value has the same shape as this operand, and is computed from it by a cast, or
-    by arithmetic with numbers and with values for which `holds` returns true."""
+    as long as two conditions hold: both have the same shape, and the value is computed from the
+    operand by a cast, or by arithmetic with numbers and with values for which `holds` returns
+    true."""
     for _ in range(_STEPS):
         yield value
         wide = [v.value for v in value.operands if v.shape == value.shape]

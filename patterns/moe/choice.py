@@ -208,9 +208,9 @@ def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] |
     """Returns (ids of groups, number of groups, values absorbed) for a mask [T, E] over experts;
     else None.
 
-    The mask repeats each element of a mask [T, G] for all experts of the group. This mask of groups
-    starts as zeros, and ones are scattered into it at the ids. stays: whether the mask is True for
-    the experts that are kept, and not for the experts that are removed.
+    The mask repeats each element of a mask [T, G] for all experts of the group. The graph makes the
+    mask of groups by scattering ones into zeros at the ids. stays: whether the mask is True for the
+    experts that are kept. If not, it is True for the experts that are removed.
     """
     absorbed: list[Value] = []
     while True:
@@ -252,9 +252,9 @@ _GROUP_SCORES = largest(tensor("numbers"), "size") | reduction(
 def _group_scores(
     scores: Value, numbers: View, num_groups: int
 ) -> tuple[int | None, tuple[Value, ...]]:
-    """Returns (top, values absorbed). `top` is 1 if groups are compared by their largest number, 2
-    if they are compared by the sum of their two largest numbers, and None if they are compared in
-    an unknown way."""
+    """Returns (top, values absorbed). `top` is 1 if groups are compared by their largest number,
+    and 2 if they are compared by the sum of their two largest numbers. It is None if groups are
+    compared in an unknown way."""
     tokens, experts = numbers.shape
     size = effects.divides(num_groups, experts)
     found = None if size is None else _GROUP_SCORES.match(scores.whole.unsqueeze(len(scores.shape)))

@@ -1,4 +1,4 @@
-"""Follows the rows of the experts' last GEMM to the result for each token. On this way, the rows
+"""Follows the rows of the experts' last GEMM to the result for each token. Along the way, the rows
 are multiplied by the expert weights, put back into the order of the tokens, and summed over the
 slots. These steps may come in any order, and may be written in any way."""
 

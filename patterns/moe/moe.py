@@ -266,8 +266,9 @@ def _expert_ids(
     """Returns the `expert_ids` argument.
 
     The ids of experts on other devices become -1 if the graph masks the rows of these experts. They
-    also become -1 if the graph clamps the ids before it looks up the biases. In that case the rows
-    of these experts come after the last end, so that the graph does not define their results.
+    also become -1 if the graph clamps the ids before it looks up the biases. In that case, the rows
+    of these experts come after the last end, so the graph does not define the results of these
+    rows.
     """
     num_experts = gemms[-1].weight.shape[0]
     masks = [(v, found) for v in absorbed if (found := foreign_experts(v)) is not None]

@@ -91,8 +91,8 @@ class MoeDense:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Yields the GEMMs that have the weights of all experts, and rows that differ by expert and
-        come from another such GEMM."""
+        """Yields the GEMMs that have the weights of all experts, and whose rows differ by expert
+        and come from another such GEMM."""
         for value in flow.values:
             if any(map(_is_second, _products_of(value))):
                 yield value
@@ -200,7 +200,8 @@ def _with_bias(gemm: ExpertGemm, flow: Dataflow) -> ExpertGemm:
 
 def _refuse_lookups(weight: View) -> None:
     """Raises Reject (EXPERT_WEIGHT) if, for each row, the graph looks up a weight in a stack by the
-    number of an expert. Another pattern fuses such mixtures, but it does not support this form."""
+    number of an expert. Another pattern fuses such mixtures, but that pattern does not support this
+    form."""
     taken = weight.value
     numbers = [v for v in taken.operands if not v.value.dtype.is_floating_point]
     if taken.op in TAKEN and any(v.value.op != "constant" for v in numbers):

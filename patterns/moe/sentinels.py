@@ -1,6 +1,6 @@
-"""Recognises routes, that is, choices of an expert by a token, to experts on other devices (expert
-parallelism). The ids of such experts are E or larger, so that they sort after all other ids. Their
-rows are filled with zeros.
+"""Recognises routes to experts on other devices (expert parallelism). A route is a token together
+with one of the experts that were chosen for it. The ids of experts on other devices are E or
+larger, so that they sort after all other ids. The rows of these experts are filled with zeros.
 
     foreign = (sorted_ids >= E)[:, None]
     rows    = rows.masked_fill(foreign, 0)

@@ -55,7 +55,7 @@ class Rows:
 
     def of(self, view: View, base: int = 0) -> View:
         """Returns these rows of `view` as [H, D, ...]. `view` is [N - base, ...], and its first row
-        is the row `base`."""
+        is row `base` of the weight."""
         dims = [effects.coalesce([Atom(0, step, count)]) for count, step in self.heads or ((1, 0),)]
         dims.append(effects.coalesce([Atom(0, 1, self.head_dim)]))
         return rows_of(view, dims, self.first - base)

@@ -86,9 +86,9 @@ def _grows(value: Value, flow: Dataflow) -> bool:
 
 def _fresh(value: Value, flow: Dataflow) -> bool:
     """Whether a value writes projected data to memory that the graph allocates, as if this memory
-    were a cache. There are three such writes: a write at slots, a write to a part of a tensor that
-    attention reads, and a write to a part of a tensor that is returned while attention reads the
-    same data."""
+    were a cache. There are three such writes: a write at slots; a write to a part of a tensor that
+    attention reads; and a write to a part of a tensor that the graph returns, if attention reads
+    the same data elsewhere."""
     store = value.store
     if store is None or store.memory.is_input or len(store.memory.shape) < 3:
         return False
@@ -156,8 +156,8 @@ _REACH = 16
 
 
 def _is_attended(value: Value, flow: Dataflow) -> bool:
-    """Whether attention reads a value. This is so if a product combines the value with another
-    projected value."""
+    """Whether attention reads a value. Attention reads a value if a product combines the value with
+    another projected value."""
     return any(
         user.op in _ATTENTION
         and match_gemm(user) is None

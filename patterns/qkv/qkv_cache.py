@@ -59,7 +59,7 @@ _VALUES = Path("V_PATH", Stage.V_PATH, "the cache", masked="MASKED_WRITE", hint=
 
 @dataclass(frozen=True)
 class Stored:
-    """K or V, described by the heads of its projection and by the place to which they are
+    """K or V, described by the heads of its projection and by the place to which these heads are
     written."""
 
     heads: Heads

@@ -6,9 +6,9 @@
     rows   = (codes.float() * scale).view(M, K).to(x.dtype)      ⇒   x, activation_format="fp8"
 
 The graph may multiply by the reciprocal instead of dividing. It may also clamp only the divisor
-from below to a very small number. The op computes a different result in two cases: it gives zeros
-for a block of zeros, where the graph may divide by zero, and it does not clamp a scale from below.
-Dimension letters: M rows, K columns.
+from below to a very small number. The op's result differs in two cases. For a block of zeros, the
+op gives zeros, while the graph may divide by zero. If the graph clamps a scale from below, the op
+does not. Dimension letters: M rows, K columns.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def decoded_rows(codes: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype
 
 
 def before_quantisation(gemm: ExpertGemm) -> tuple[ExpertGemm, bool]:
-    """Returns the GEMM with the rows that the graph had before it quantised them, and whether the
-    graph quantised them."""
+    """Returns (the GEMM with its rows as they were before the graph quantised them, whether the
+    graph quantised them)."""
     found = match_quantised_rows(gemm.x)
     if found is None:
         return gemm, False

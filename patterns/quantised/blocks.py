@@ -14,8 +14,8 @@ Block = tuple[int | None, int | None]
 
 
 def with_whole_blocks(scale: View) -> View:
-    """Returns repeated scales before the graph cut off those that the last block of a weight does
-    not use. Returns `scale` itself if the graph cut off nothing, or something else.
+    """Returns the repeated scales from which the graph cut off the scales that the last block of a
+    weight does not use. Returns `scale` itself if the graph cut off nothing, or something else.
 
         scale.repeat_interleave(128, 0)[:192]   ⇒   the 256 rows before the slice
     """
@@ -32,10 +32,11 @@ def with_whole_blocks(scale: View) -> View:
 
 
 def _longer(dim: Dim, cut: Sequence[Size], selection: Effect, whole: Sequence[Size]) -> Dim | None:
-    """Returns a dimension on the axes of a tensor, for a dimension on the axes of the first
-    elements of that tensor. Returns None if the dimension does not take whole axes.
+    """Extends a dimension that selects from a tensor which the graph has cut, so that it selects
+    from the whole tensor. Returns None if the dimension does not take whole axes.
 
-    cut, whole: the sizes before and after.
+    selection: the part of the whole tensor that the graph kept. cut, whole: the sizes of the cut
+    tensor and of the whole tensor.
     """
     found = []
     for atom in dim:
@@ -87,8 +88,8 @@ def common_block(blocks: Sequence[Block]) -> Block:
 def cut_to_blocks(
     dims: Sequence[Dim], sizes: Sequence[Size], block: Sequence[int | None]
 ) -> list[Dim]:
-    """Changes dimensions that have a number for each element, so that they have one number for each
-    block. If `block` is smaller than the blocks of the dimensions, numbers repeat."""
+    """Reduces dimensions that have one number for each element to dimensions that have one number
+    for each block. If `block` is smaller than the blocks of the dimensions, numbers repeat."""
     found = []
     for dim, size, wanted in zip(dims, sizes, block, strict=True):
         kept, own = unrepeated(dim)

@@ -2,8 +2,8 @@
 
 A decoder may unpack bits, use a look-up table, compute with sign and exponent, or reinterpret bytes
 as another dtype. In each case it is a function of one byte. Two decoders are equal if and only if
-their results are equal for all bytes. Each operation runs in its own dtype, so that it wraps around
-and rounds as it does in the graph.
+their results are equal for all bytes. Each operation runs in the dtype that it has in the graph, so
+that it wraps around and rounds as in the graph.
 """
 
 from __future__ import annotations

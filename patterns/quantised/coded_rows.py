@@ -22,8 +22,8 @@ from tilewright.patterns.quantised.blocks import Block, block_of, cut_to_blocks
 from tilewright.patterns.quantised.factors import fp32, match_coded
 from tilewright.patterns.quantised.words import follow
 
-# The largest number of values, computed from the source of codes, that are searched for equal
-# codes.
+# The largest number of values that are searched for equal codes. These values are computed from the
+# numbers that were rounded to codes.
 _REACH = 64
 # The largest number of steps from numbers to their codes.
 _STEPS = 6
@@ -111,8 +111,8 @@ def _in_words(block: Block) -> str:
 
 
 def first_alike(rows: CodedRows, flow: Dataflow) -> CodedRows:
-    """Returns the first rows in the graph that have equal codes and an equal scale. Libraries round
-    an activation separately for each linear that reads it."""
+    """Returns the first rows in the graph whose codes and scale equal those of `rows`. (Libraries
+    round an activation separately for each linear that reads it.)"""
     source = rows.codes.value
     for _ in range(_STEPS):
         if source.op not in _ROUNDING or not isinstance(source.args[0], View):

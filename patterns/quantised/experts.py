@@ -87,9 +87,9 @@ def match_dequantized_experts(weight: View) -> DequantizedExperts | None:
 def match_dequantized_rows(rows: View) -> DequantizedExperts | None:
     """Returns the NVFP4 codes and scales from which activations [M, K] are decoded, or None.
 
-    `data` is the packed codes [M, K/2]. If the graph keeps one code per byte, it is a `Computed`
-    that packs them. `scale` is [M, K], with repetitions. The factors are one number for each row,
-    or one number for all rows.
+    `data` is the packed codes [M, K/2]. If the graph keeps one code per byte, `data` is a
+    `Computed` that packs the codes. `scale` is [M, K], with repetitions. The factors are one number
+    for each row, or one number for all rows.
     """
     found = _match(rows)
     return found if found is not None and found.format == "nvfp4" else None
@@ -131,8 +131,8 @@ def _one_by_one(weight: View) -> DequantizedExperts | None:
 
 
 def _joined_each(factors: Sequence[Sequence[View]]) -> tuple[View, ...]:
-    """Joins the factors of all experts: one view joins their first factors, one view joins their
-    second factors, and so on."""
+    """Joins the factors of all experts. The first view joins the first factor of each expert, the
+    second view joins the second factor of each expert, and so on."""
     views = (joined(list(views), 0) for views in zip(*factors, strict=True))
     return tuple(view for view in views if view is not None)
 

@@ -2,8 +2,8 @@
 
 A weight of experts may have one scale for each block, and factors for each expert. A factor that is
 constant within an expert stays in the form in which the graph computes it. At most one factor may
-vary within an expert. This factor is either stored e4m3 or e8m0 bytes, which are recognised by
-their values for all bytes, or it is floats of any kind.
+vary within an expert. This factor consists of floats of any kind, or of stored e4m3 or e8m0 bytes.
+Such bytes are recognised by the numbers that the graph computes from each possible byte.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def _with_block(found: Factors, block: BlockScale, unit: float = 1.0) -> Factors
 
 
 def _before_cast(view: View, factor: Factor) -> Factor:
-    """Returns the factor before a cast. If the cast rounds, it is added to `casts`."""
+    """Returns the factor before a cast. A cast that rounds is added to `casts`."""
     (operand,) = view.value.operands
     to = view.value.dtype
     rounds = torch.promote_types(operand.value.dtype, to) != to

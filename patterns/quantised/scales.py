@@ -26,7 +26,8 @@ from tilewright.patterns.quantised.positions import joined
 from tilewright.patterns.quantised.weights import DequantizedWeight, packed, refuse
 
 #: The names of the arguments for a weight's codes, scale, zero and factor. If several weights have
-#: the same name for the factor, this argument has the factors of all of them, one after the other.
+#: the same name for the factor, this argument has the factors of all these weights, one after the
+#: other.
 Names = tuple[str, str, str, str]
 QKV_NAMES: tuple[Names, ...] = tuple(
     (f"{x}_weight", f"{x}_scale", f"{x}_zero", "factors") for x in "qkv"
@@ -81,8 +82,9 @@ def weight_arguments(
 
 
 def _with_whole_blocks(weight: DequantizedWeight) -> DequantizedWeight:
-    """Returns the weight with the scales that its last block does not use, if the graph cuts them
-    off, and the weight has neither zeros nor factors."""
+    """Returns the weight with whole blocks of scales. If the graph cuts off the scales that the
+    last block does not use, and the weight has neither zeros nor factors, these scales are added
+    again."""
     if weight.scale is None or weight.zero is not None or weight.has_factors:
         return weight
     scale = with_whole_blocks(weight.scale)
@@ -136,8 +138,8 @@ def _factors(weights: Sequence[DequantizedWeight], names: Sequence[str]) -> dict
 
 
 def _in_a_row(weights: Sequence[DequantizedWeight]) -> Computed:
-    """Returns the factors of weights in one tensor. If the model stores them in one tensor in this
-    order, returns this tensor."""
+    """Returns the factors of weights in one tensor. If the model already stores the factors in one
+    tensor in this order, returns that tensor."""
     if len(weights) > 1 and (stored := _stored_in_a_row(weights)) is not None:
         return fp32(stored)
     parts = [
@@ -192,8 +194,8 @@ def _scale(weight: DequantizedWeight, block: Block, apart: bool) -> View | Compu
 
 
 def _zeros(unpacked: Mapping[str, View], weight: DequantizedWeight) -> dict[str, Any]:
-    """Returns the zero points. If they are packed like the weight, they are words of eight rows;
-    otherwise they are numbers that the graph unpacks."""
+    """Returns the zero points. If the model stores them packed like the weight, the result has
+    words of eight rows. If not, it has the numbers that the graph unpacks."""
     if WEIGHT_FORMATS[weight.format].packed_axis is None:
         return dict(unpacked)
     words, points = {}, set()

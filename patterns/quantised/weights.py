@@ -4,8 +4,8 @@ result.
     w[n, k] = (code[n, k] - zero[n / bn, k / bk]) * scale[n / bn, k / bk]
 
 Each position within a word is examined separately. The view of the elements at one position is
-followed back to the words that have their bits, and to their zero and scale. All positions together
-determine the format.
+followed back to the words that contain their bits, and to the zero and the scale of these elements.
+All positions together determine the format.
 
 Dimension letters: N rows (`h * D + d` of one projection), K hidden size, H heads, D head_dim.
 """

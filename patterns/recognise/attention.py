@@ -137,8 +137,8 @@ def is_of_shared_keys(value: Value) -> bool:
     """Whether a softmax that :func:`logits_of` cannot read is probably attention that the op would
     compute faster.
 
-    This is so if its product reads a cached tensor or repeated heads, if it is masked, or if the
-    softmax is written as separate operations.
+    The softmax is probably attention if its product reads a cached tensor or repeated heads, if it
+    is masked, or if it is written as separate operations.
     """
     if len(value.shape) > 2 and is_spelled_softmax(value):
         return bool(_products_above(value))

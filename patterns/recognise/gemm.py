@@ -365,8 +365,8 @@ def unread_product(value: Value) -> tuple[View, View] | None:
 
 
 def _is_stored(value: Value) -> bool:
-    """Whether a value is an input, a parameter, or one of these after an in-place write.
-    bitsandbytes makes such a write when it repacks its codes at the first call."""
+    """Whether a value is an input, a parameter, or such a tensor after an in-place write. For
+    example, bitsandbytes repacks its codes in place at the first call."""
     packed_anew = value.store is not None and value.store.memory.is_input
     return packed_anew or value.op in ("input", "constant")
 

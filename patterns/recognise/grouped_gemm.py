@@ -91,8 +91,8 @@ def routes_of(value: Value) -> View | None:
 
 
 def match_expert_gemm(value: Value, flow: Dataflow) -> ExpertGemm | None:
-    """Returns the GEMM that computes `value`, with the bias that is added after it, if there is
-    one."""
+    """Returns the GEMM that computes `value`. If the graph adds a bias after the GEMM, the result
+    includes the bias."""
     found = match_grouped(value) or match_batched(value)
     if found is None:
         return None
@@ -264,8 +264,8 @@ def _repeated_bias(view: View, gemm: ExpertGemm) -> View | None:
 
 
 def _joined(view: View) -> View | None:
-    """Returns the first of two tensors that are joined along their first dimension, if the second
-    tensor has length one in this dimension; else None."""
+    """Returns the first of two tensors that the graph joins along their first dimension. Returns
+    None unless the second tensor has length one in this dimension."""
     value = view.value
     if value.op != "aten.cat" or not view.is_whole or value.argument(1, "dim", 0) != 0:
         return None

@@ -4,9 +4,9 @@ the result of a linear.
     y    = clamp(x @ weight^T * scale + bias + deltas)     x [tokens..., K], weight [N, K], bias [N]
     view = some columns of y, in dimensions of their own
 
-:func:`match_linear` finds y. :func:`match_columns` finds the view, with the rows of the weight and
-of the bias that compute it, and the activation that they multiply. Dimension letters: N output
-features, K hidden size.
+:func:`match_linear` finds y. :func:`match_columns` finds the view, the rows of the weight and of
+the bias that compute the view, and the activation that these rows multiply. Dimension letters: N
+output features, K hidden size.
 """
 
 from __future__ import annotations
@@ -399,8 +399,8 @@ def _is_taken_by_input(value: Value) -> bool:
 
 
 def _is_scaled_by_constant(value: Value) -> bool:
-    """Whether a value is a projection that is multiplied or divided by one number, which depends on
-    no input."""
+    """Whether a value is a projection that is multiplied or divided by one number, if this number
+    depends on no input."""
     if value.op not in ("aten.mul", "aten.div"):
         return False
     scaled = [v for v in value.operands if v.value.projected]

@@ -1,9 +1,9 @@
 """Recognises integers that are a linear function of their own indices, and the results of
 comparisons of such integers.
 
-`arange`, differences, running sums and gathers of such tensors give such integers. If a mask
-compares such integers, its elements can be decided, or reduced to one comparison, before any number
-is known.
+`arange` gives such integers, and so do differences, running sums and gathers of such tensors. If a
+mask compares such integers, the elements of the mask can be decided, or reduced to one comparison,
+before any number is known.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Reads the meaning of an attention mask, that is, the keys that each query attends to, from the
-operations that compute the mask.
+"""Finds the keys that each query attends to, by reading the operations that compute an attention
+mask.
 
 The mask `arange(K) <= positions[:, None]` is causal by position. Together with `arange(K) >
 positions[:, None] - n` it is a sliding window. A term `padding[:, None, None]` excludes further

@@ -1,8 +1,8 @@
 """Converts ids that are not the number of an expert or adapter to the form that the op expects. For
 the op, -1 means that there is no expert, and every other number out of range is an error.
 
-A lookup in the graph may treat such numbers in another way. :func:`experts_argument` changes them
-so that the op computes the same result as the lookup.
+A lookup in the graph may treat such numbers in another way. :func:`experts_argument` changes such
+numbers so that the op computes the same result as the lookup.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Outside:
     Attributes:
         below: How the lookup treats negative numbers. "error": they are an error. "none": they mean
             no expert. "first": they mean expert 0. "last": they count backwards from the last
-            expert, and are an error if they would go past the first expert. "shifted": their rows
-            are sorted before all other rows but are not counted; this shifts the counted ends, so
-            that later rows may get the weight of another expert.
+            expert, and are an error if they would go past the first expert. "shifted": the rows of
+            such numbers are sorted before all other rows, but they are not counted. This shifts the
+            counted ends, so that later rows may get the weight of another expert.
         above: How the lookup treats N and larger numbers, "error" or "none".
     """
 

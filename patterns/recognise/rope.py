@@ -2,7 +2,8 @@
 
 `rope_terms` expresses every element of the rotated head as a sum. Each term is an element of the
 original head times its coefficients. This file reads the table of these products. It finds which
-elements are paired, which columns of cos and sin multiply them, and with which sign.
+elements are paired, which columns of cos and sin multiply each element, and the signs of these
+products.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Recognises the routing of a mixture of experts, however it is written. The routing consists of
-the order that sorts the routes by expert, the rows that are gathered in this order, the end of the
-rows of each expert, and the inverse of the order.
+four parts: the order that sorts the routes by expert, the rows that are gathered in this order, the
+end of the rows of each expert, and the inverse of the order.
 
 Each function examines the tensors from which its argument is computed. A match therefore knows that
 all parts belong to one choice of experts. There are T tokens with S slots (top-k) each. A *route*
@@ -64,9 +64,9 @@ def strip_integer_casts(view: View, below: Size | None = None) -> View:
     """Returns the view before casts that do not change integers.
 
     A cast to bool changes integers, so it is kept. Casts from types with fewer than 32 bits are
-    kept too, because no op supports such indices. below: the number from which on the reader of the
-    view treats all numbers in the same way; it also treats all numbers under `-below` in the same
-    way. A cast that changes only such numbers is removed too.
+    kept too, because no op supports such indices. below: the reader of the view treats all numbers
+    from `below` on in the same way, and treats all numbers under `-below` in the same way. A cast
+    that changes only such numbers is removed too.
     """
     if view.value.op != "cast":
         return view  # the usual case
@@ -364,7 +364,8 @@ def match_inverse(view: View, order: Order) -> bool:
 
 def match_ends(view: View) -> tuple[View, Size] | None:
     """Returns (expert of each route, number of experts) if `view` [E] holds the end of each
-    expert's rows, which is a running sum of the number of rows for each expert; else None."""
+    expert's rows; else None. The ends are the running sums of the numbers of rows of the
+    experts."""
     view = strip_integer_casts(view)
     value = view.value
     if value.op == "aten.searchsorted" and view.is_whole:

@@ -32,8 +32,8 @@ def match_norm_before(
     read.
 
     In the returned norm, `x` is a view [T, K] too, and `absorbed` has the values that only the norm
-    reads. Returns None in these cases: other values read x, no op computes the norm, `op` is slower
-    with the norm, the rows of the norm's input are not dense, or tensors of the norm change before
+    reads. Returns None if other values read x, if no op computes the norm, if `op` is slower with
+    the norm, if the rows of the norm's input are not dense, or if tensors of the norm change before
     the place of the op. place: where the op will be inserted, in program order.
     """
     normed = x.value

@@ -1,5 +1,5 @@
-"""Lists the audit cases of the linears of dense layers with few tokens. The kernels are compiled
-with every supported release of Triton."""
+"""Lists the audit cases of the linears of dense layers. The kernels are compiled with every
+supported release of Triton."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def users_code(name: str) -> Iterator[None]:
-    """Turns any error in the block into a CommandError. The block imports or calls a user's
-    code."""
+    """Turns a ModelError in the block into a CommandError, and also a SystemExit. The block imports
+    or calls a user's code."""
     try:
         yield
     except ModelError as error:

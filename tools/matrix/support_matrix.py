@@ -136,7 +136,7 @@ def made_of(row: Row, checkout: Path) -> str:
 
 def environment(row: Row, root: Path = ENVIRONMENTS) -> Path:
     """Returns the Python of the environment of a row. The environment is made again if its
-    description has changed.
+    description has changed; for the row RELEASED, it is made again every time.
 
     Raises RuntimeError if this machine has no such Python. Also raises RuntimeError, with pip's
     message, if pip fails.

@@ -1,5 +1,5 @@
-"""Finds the blocks of keys that a tile of queries visits, from the positions and from the list of
-blocks of a mask tensor (codegen/attention/blocks.py)."""
+"""Finds the blocks of keys that a tile of queries visits. They follow from the positions and, if
+there is a mask tensor, from its list of blocks (codegen/attention/blocks.py)."""
 
 import triton
 import triton.language as tl
@@ -14,13 +14,13 @@ LOADED: tl.constexpr = tl.constexpr(256)
 def listed_range(entries, count, first_block, whole_block, num_whole, num_blocks):
     """Finds the list entries that belong to num_blocks blocks, starting at first_block.
 
-    A whole entry is a block in which no mask hides a key. Among the whole entries, this function
-    finds the first run of blocks that are adjacent both on the list and in memory and lie among the
-    num_whole blocks that start at whole_block. A loop over this run does not have to read the list,
-    so its loads of keys do not wait for loads of the list.
+    A whole entry is a block in which no mask hides a key. Only the whole entries among the
+    num_whole blocks that start at whole_block count here. The function finds the first run of such
+    entries that are adjacent on the list and whose blocks are adjacent in memory. A loop over this
+    run does not have to read the list, so its loads of keys do not wait for loads of the list.
 
-    Returns (index of the first entry, index of the first entry of the run, number of entries of the
-    run, number of all entries, block of the first entry of the run).
+    Returns (index of the first entry, index of the run's first entry, number of entries in the run,
+    number of entries in all, block of the run's first entry).
     """
     first = 0
     end = 0
@@ -41,7 +41,7 @@ def listed_range(entries, count, first_block, whole_block, num_whole, num_blocks
         shift += tl.sum(tl.where(whole & (places == run), block - places, 0), axis=0)
         after = (places > run) & ~(whole & (block - places == shift))
         run_end = tl.minimum(run_end, tl.min(tl.where(after, places, count), axis=0))
-    # If no entry is whole, the remaining entries start at the first entry.
+    # If no entry is whole, the run is empty and starts at the first entry.
     found = run < end
     whole_first = tl.where(found, run, first)
     num_listed = tl.where(found, run_end - run, 0)

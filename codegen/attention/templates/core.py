@@ -1,9 +1,10 @@
-"""Attention of a tile of queries to the keys of their sequence. The kernels for many queries share
-these functions.
+"""Computes the attention of a tile of queries to the keys of their sequence. The kernels for many
+queries share these functions.
 
 A score is q . k. If keys have rope columns, it is q . k + q_rope . k_rope. The softmax is computed
-online over blocks of keys (FlashAttention, Dao et al. 2022), in the base-2 domain. A block is not
-masked if every query of the tile attends to all its keys, unless one loop handles all blocks.
+online over blocks of keys (FlashAttention, Dao et al. 2022), in the base-2 domain. A block is whole
+if every query of the tile attends to all keys of the block. Whole blocks are not masked, unless one
+loop handles all blocks.
 
 Operands that belong together are passed as tuples:
 
@@ -54,9 +55,9 @@ def load_values(
 ):  # fmt: skip
     """Loads the values [BLOCK_N, V_BLOCK] of a block of keys.
 
-    If TMA, the descriptor `source` loads them; its rows have the values from column V_COLUMN on. If
-    not, they are loaded at the pointers `rows`. V_BY_KEY: each dimension has the keys contiguous in
-    memory, and v_first is the sequence's first key.
+    If TMA, the values are loaded through the descriptor `source`, whose rows hold them from column
+    V_COLUMN on. If not TMA, they are loaded at the pointers `rows`. If V_BY_KEY, the keys of each
+    dimension are contiguous in memory, and v_first is the sequence's first key.
     """
     if TMA:
         if V_BY_KEY:
@@ -88,14 +89,14 @@ def attend_keys(
     LED: tl.constexpr, GUARDED: tl.constexpr, MASKED: tl.constexpr, EVERY_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns (output, top, total) after the BLOCK_N keys that start at `key`. MASKED: the
-    mask hides at least one of the keys from at least one query. EVERY_BLOCK: all blocks are handled
-    as masked blocks."""
+    """Adds the BLOCK_N keys that start at `key` to the online softmax, and returns the new (output,
+    top, total). MASKED: the mask hides at least one of the keys from at least one query.
+    EVERY_BLOCK: all blocks are handled as masked blocks."""
     table, num_pages, k_page_stride, v_page_stride = k_pages
     pages, slots, exists = places_of_keys(
         key, own_keys, key_start, table, num_pages, PAGE_SIZE, PAGE_SIZE % BLOCK_N == 0, BLOCK_N
     )
-    # If a block is not masked, all of its keys exist, unless the page of the block does not exist.
+    # All keys of a block that is not masked exist, unless the page of the block does not exist.
     real = exists if MASKED or table is not None else None
     if TMA:
         k = k_source.load([key, 0])
@@ -155,8 +156,8 @@ def attend(
     ROPE_TMA: tl.constexpr, LED: tl.constexpr, GUARDED: tl.constexpr, ONE_LOOP: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns (output [BLOCK_M, V], top, total) of a tile of queries. The output is not yet divided
-    by `total`.
+    """Returns (output [BLOCK_M, V], top, total) of a tile of queries. `top` has the largest score
+    of each query, and `total` has the sum of its weights. The output is not yet divided by `total`.
 
     Args:
         k_source, v_source: Tensor descriptors if TMA, else pointers to the sequence's first key and
@@ -164,12 +165,12 @@ def attend(
         rope_source: A descriptor of the keys' rope columns if ROPE_TMA, else a pointer.
         DIMS: The width of the first part of a query, the width of its rope columns, and the width
             of a value.
-        BLOCKS: The widths of the tiles of these three.
+        BLOCKS: The three widths of DIMS, padded to the widths of tiles.
         factor, softcap, CAPPED: As in `attention_decode`. The factor is positive.
         SHIFT: As in `online_softmax_step`.
-        GUARDED: Between visible keys there may be keys that no query attends to, and the values of
-            these keys may be NaN.
-        ONE_LOOP: Masked blocks and whole blocks are handled by the same loop. If not, whole blocks
+        GUARDED: Whether there may be keys between visible keys that no query attends to. The values
+            of such keys may be NaN.
+        ONE_LOOP: Whether the same loop handles masked blocks and whole blocks. If not, whole blocks
             have their own loop.
     """
     entries, first, whole, num_whole, num_blocks, whole_block = blocks

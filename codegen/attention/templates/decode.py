@@ -1,13 +1,13 @@
-"""Attention of few queries to the keys and values of a cache, which are read in place.
+"""Computes the attention of few queries to the keys and values of a cache, which are read in place.
 
-A tile has one row for each query of a sequence and each query head that shares a head of keys, so
-each key is read once for all of them. The keys are on the M side of the tensor core's product and
-the rows on its N side: 64 keys fill the M side even if there is only one row. A key may have two
-parts: a latent, and rope columns (MLA with absorbed weights). The latent may also be the value. It
-is then loaded once for both products.
+A tile has one row for each query of a sequence in each of the query heads that share a head of
+keys. Therefore each key is read once for all these rows. The keys are on the M side of the tensor
+core's product, and the rows are on its N side. In this way, 64 keys fill the M side even if there
+is only one row. A key may have two parts: a latent, and rope columns (MLA with absorbed weights).
+The latent may also be the value. In this case, it is loaded once for both products.
 
 The visible blocks of keys are divided among SPLITS programs (Flash-Decoding, Dao et al. 2023). A
-second kernel merges their results in a fixed order.
+second kernel merges the results of these programs in a fixed order.
 """
 
 import triton
@@ -26,10 +26,10 @@ def row_tile_of(
     SEQUENCES: tl.constexpr, TOKENS: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Returns (sequence, tile within the sequence, whether the tile exists) for the row tile with
-    this number.
+    the given number.
 
     Sequences of equal length have row_tiles tiles each. If the sequences are ragged, the tiles that
-    exist have the lowest numbers.
+    exist come first in the numbering.
     """
     if RAGGED:
         sequence, tile, there = ragged_place(
@@ -49,7 +49,7 @@ def rows_of_tile(
     GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, TOKENS: tl.constexpr, RAGGED: tl.constexpr,
     MASK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Returns these facts about the rows of a tile: (first token of the sequence, query within the
+    """Returns facts about the rows of a tile: (first token of the sequence, query within the
     sequence, head, position, whether the row exists, lowest position of all rows, highest position
     of all rows)."""
     rows = tl.arange(0, ROWS)
@@ -87,7 +87,8 @@ def seen_keys(
 ):  # fmt: skip
     """Returns (scores [keys, rows] after an additive mask, whether each row attends to each key).
 
-    is_whole: if LISTED, whether the mask tensor hides nothing in this block. It is then not read.
+    is_whole: whether the mask tensor hides nothing in this block. If so, the mask tensor is not
+    read. Only used if LISTED.
     """
     seen = exists[:, None] & (query >= 0)[None, :]
     if MASK != "none":
@@ -134,8 +135,9 @@ def attend_block(
     ROUND_GROUP: tl.constexpr, ZERO_SCALE: tl.constexpr, LEAST: tl.constexpr,
     LEAST_DIVISOR: tl.constexpr,
 ):  # fmt: skip
-    """Returns (output [V, rows], top, total) after a block of keys. total [BLOCK_N, rows] is summed
-    over its keys after the last block.
+    """Adds a block of keys to the online softmax, and returns the new (output [V, rows], top,
+    total). total [BLOCK_N, rows] still has a row for each key of a block; these rows are summed
+    after the last block.
 
     MASKED: the mask hides at least one key of the block from at least one row. LISTED: in the first
     num_whole steps, the mask tensor hides nothing. If v_base is None, the keys are the values. If
@@ -174,8 +176,8 @@ def attend_block(
     k = load_rows(k_rows, exists if CHECKED else None, HEAD_DIM, HEAD_BLOCK)
     if ROUND_GROUP > 0:
         k = numbers_of_codes(k, ROUND_GROUP, ZERO_SCALE, LEAST, LEAST_DIVISOR)
-        # Zeros in the place of keys or columns that do not exist have a scale of zero, and may have
-        # become NaN.
+        # Keys and columns that do not exist were loaded as zeros. Their scale is zero, so the
+        # division may have made them NaN.
         there = (tl.arange(0, HEAD_BLOCK) < HEAD_DIM)[None, :]
         if CHECKED:
             there = there & exists[:, None]
@@ -212,7 +214,7 @@ def attend_block(
         v = load_rows(v_rows, needed if CHECKED else None, V_DIM, V_BLOCK)
     steepness = 1.0 if CAPPED or MASK_KIND == "additive" else factor
     new_top = tl.maximum(top, tl.max(scores, axis=0) * steepness)
-    # For rows that have not attended to any key yet, use the base 0.
+    # Rows that have not attended to any key yet use the base 0 in place of -inf.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * steepness - base[None, :])
     decay = tl.exp2(top - base)
@@ -226,12 +228,12 @@ def store_part(
     output, top, total, parts, split, real,
     V_BLOCK: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the result of one program to `parts`. `parts` has values [SPLITS, REAL, V_BLOCK], then
-    the largest logits and the sums of weights, each [SPLITS, REAL]."""
+    """Stores the result of one program to `parts`. `parts` holds the values [SPLITS, REAL,
+    V_BLOCK], then the largest logits [SPLITS, REAL], then the sums of weights [SPLITS, REAL]."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, V_BLOCK)
-    # Do not store the values of rows that attended to no key. Their largest logit is -inf, which
-    # tells the merging kernel to ignore them.
+    # Do not store the values of rows that attended to no key. The largest logit of such a row is
+    # -inf, which tells the merging kernel to ignore the row.
     places = (split * REAL + rows)[None, :] * V_BLOCK + dims[:, None]
     tl.store(parts + places, output, mask=(real & (top > float("-inf")))[None, :])
     numbers = parts + SPLITS * REAL * V_BLOCK + split * REAL + rows
@@ -272,14 +274,14 @@ def attention_decode(
     Args:
         row_tiles: The number of row tiles of each sequence. If sequences are ragged, the grid has
             at least as many row tiles as all sequences together.
-        k_rope: ROPE_DIM more columns of each key, which all heads share. q_rope has these columns
-            of the queries.
-        v: If it is None, the other columns of a key are its value.
+        k_rope: ROPE_DIM more columns of each key, which all heads share. q_rope has the same
+            columns of the queries.
+        v: If v is None, the value of a key is the key without its rope columns.
         factor: Converts products to the base-2 domain.
         softcap: If CAPPED, factor * product is twice the argument of tanh in the base-2 domain, and
             softcap converts the result of tanh to that domain.
         TOKENS, TILE_HEADS, ROWS: A tile has TOKENS queries of TILE_HEADS heads, padded to ROWS
-            rows. These are some of the GROUP heads that share a head of keys.
+            rows. The TILE_HEADS heads are among the GROUP heads that share a head of keys.
         REAL: The number of rows that hold all queries; a power of two.
         K_STRIDE, V_STRIDE: The strides between the keys of a page. Without a block table, a
             sequence is one page.
@@ -287,13 +289,13 @@ def attention_decode(
         MASK_KIND: The kind of the mask tensor: "none", "bool" or "additive".
         LISTED: mask_blocks has the mask's list of blocks of KEYS keys
             (codegen/attention/blocks.py), with a row for each QUERIES queries.
-        ROUND_GROUP: If it is greater than 0, the columns of a key that are also its value are first
-            rounded to the numbers that e4m3 codes stand for, with one scale for each ROUND_GROUP
-            columns, in the same way as `round_rows` rounds them.
+        ROUND_GROUP: If ROUND_GROUP is greater than 0, the columns of a key that are also its value
+            are first rounded, as by `round_rows`, to the numbers that e4m3 codes stand for.
+            ROUND_GROUP columns share a scale.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
-        # Allow the next kernel's programs to start now. They wait until this kernel ends.
+        # Allow the next kernel's programs to start now. They then wait until this kernel ends.
         tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS

@@ -1,5 +1,5 @@
-"""Loads of the operands of attention: rows, queries, and the page numbers of keys; conversion of
-keys and values to the dtype of queries."""
+"""Loads the operands of attention (rows, queries, and the page numbers of keys), and converts keys
+and values to the dtype of queries."""
 
 import triton
 import triton.language as tl
@@ -34,12 +34,12 @@ def load_queries(
 ):  # fmt: skip
     """Loads a tile of queries [BLOCK_M, BLOCK]. Rows after the sequence's last query are zeros."""
     if TMA:
-        # With specialised warps, Triton 3.6 divides this load among warp groups. It adds the offset
-        # of each group to the row index of the load, and by mistake also to all other uses of the
-        # same value. Therefore the descriptor begins at the first row of the tile, and the row
-        # index is a value that is always zero and that nothing else uses. A descriptor needs at
-        # least one row, so it has one even if there are no queries. The result of that row is never
-        # stored.
+        # With specialised warps, Triton 3.6 divides this load among warp groups. Triton adds the
+        # offset of each group to the row index of the load, and by mistake also to all other uses
+        # of the same value. Therefore the descriptor begins at the first row of the tile, and the
+        # row index is a value that is always zero and that nothing else uses. A descriptor needs at
+        # least one row, so this one has a row even if there are no queries. The result of that row
+        # is never stored.
         source = tl.make_tensor_descriptor(
             base + first_row.to(tl.int64) * token_stride,
             [tl.maximum(own_queries - first_row, 1), WIDTH], [token_stride, 1], [BLOCK_M, BLOCK],

@@ -4,7 +4,7 @@ one query attends to."""
 import triton
 import triton.language as tl
 
-# The marks of all pairs of query and key in a tile and a block, which are at most 2 ** 13 pairs,
+# A tile and a block have at most 2 ** 13 pairs of a query and a key. The marks of all these pairs
 # are summed. In the sum, the bits below WHOLE_BIT count the visible pairs, and the other bits count
 # the pairs to whose score the mask adds nothing.
 WHOLE_BIT: tl.constexpr = tl.constexpr(14)
@@ -28,8 +28,9 @@ def pair_marks(values, KIND: tl.constexpr):
 def block_flags(values, pairs, KIND: tl.constexpr):
     """Returns the flags of blocks [BLOCKS] from the mask's values [ROWS, BLOCKS, KEYS].
 
-    The flag is 2 if all queries attend to all keys of the block, 1 if at least one query attends to
-    at least one key, and else 0. pairs: the number of existing pairs of query and key in a block.
+    The flag is 2 if all queries attend to all keys of the block. If not, the flag is 1 if at least
+    one query attends to at least one key, and 0 otherwise. pairs: the number of existing pairs of
+    query and key in a block.
     """
     sums = tl.sum(tl.sum(pair_marks(values, KIND), axis=2), axis=0)
     seen = (sums & ((1 << WHOLE_BIT) - 1)) > 0
@@ -48,16 +49,16 @@ def lowest_flags(
     its visible keys have numbers up to LOWEST. num_rows: the number of existing rows.
     """
     numbers = values.to(tl.float32)
-    # Count the keys of a row in a block, in four bytes: keys that are not -inf, keys above LOWEST,
-    # keys that are zero, and ordinary keys.
+    # Count four kinds of numbers that a row has in a block, each in one byte of an integer: numbers
+    # that are not -inf, numbers above LOWEST, zeros, and numbers of at least ORDINARY.
     marks = tl.where(numbers != float("-inf"), 1, 0)
     marks = tl.where(numbers <= LOWEST, marks, 0x101)
     marks = tl.where(numbers >= ORDINARY, 0x1000101, marks)
     marks = tl.where(numbers == 0, 0x1010101, marks)
     counts = tl.sum(marks, axis=2)
     ordinary = tl.max(((counts >> 24) > 0).to(tl.int32), axis=1)
-    # Count the rows, in three bytes: rows that attend to a key, rows that attend to a key above
-    # LOWEST, and rows that attend to all keys.
+    # Count three kinds of rows, each in one byte of an integer: rows that attend to a key, rows
+    # that have a number above LOWEST, and rows that attend to all keys.
     marks = ((counts & 255) > 0).to(tl.int32)
     marks += (((counts >> 8) & 255) > 0).to(tl.int32) << 8
     marks += (((counts >> 16) & 255) == KEYS).to(tl.int32) << 16
@@ -104,12 +105,12 @@ def mask_blocks(
     the program reads only the first ROWS rows of the tile.
 
     Args:
-        SPLIT: Whether there are several parts. If there are, the last program of a tile to end
-            writes the tile's list.
+        SPLIT: Whether there are several parts. If so, the program that ends last among the programs
+            of a tile writes the tile's list.
         counters: int32, one zero for each tile.
         KIND: "bool" or "additive".
-        LOWEST: If it is negative, numbers up to LOWEST also hide keys, in tiles where every query
-            has a number of at least ORDINARY (codegen/attention/blocks.py).
+        LOWEST: If LOWEST is negative, numbers up to LOWEST also hide keys in tiles in which every
+            query has a number of at least ORDINARY (codegen/attention/blocks.py).
         flags: fp32 [tiles, key_blocks]. With both LOWEST and SPLIT, fp32 [tiles, key_blocks + parts
             * ROWS].
     """

@@ -1,9 +1,10 @@
-"""Attention of many queries to the keys and values of a cache, which are read in place.
+"""Computes the attention of many queries to the keys and values of a cache, which are read in
+place.
 
 A program computes a tile of queries for one head. Heads that share keys run at the same time: the
-first one loads the keys, and the other heads find them in the L2 cache. The softmax is computed
-online over blocks of keys (FlashAttention, Dao et al. 2022). Blocks that no query of the tile
-attends to are skipped. Blocks that all queries attend to are not masked.
+first head loads the keys, and the other heads find the keys in the L2 cache. The softmax is
+computed online over blocks of keys (FlashAttention, Dao et al. 2022). Blocks that no query of the
+tile attends to are skipped. Blocks that all queries attend to are not masked.
 """
 
 import triton
@@ -69,7 +70,7 @@ def attention_prefill(
         positions_ptr, cache_lengths_ptr, sequence, query_base, first_row, own_queries,
         positions_sequence_stride, positions_stride, RAGGED, BLOCK_M,
     )  # fmt: skip
-    # Do not read keys after the last visible one: their values may be anything, even NaN.
+    # Do not read keys after the last visible key: that memory may hold anything, even NaN.
     own_keys = keys_in_sight(own_keys, highest, 0, MASK)
     q_base = q_ptr + query_base * q_token_stride + head.to(tl.int64) * q_head_stride
     q = load_queries(

@@ -1,4 +1,5 @@
-"""Steps of the online softmax (FlashAttention, Dao et al. 2022), in the base-2 domain."""
+"""Computes the steps of the online softmax (FlashAttention, Dao et al. 2022), in the base-2
+domain."""
 
 import triton
 import triton.language as tl
@@ -6,9 +7,10 @@ import triton.language as tl
 from tilewright.codegen.attention.templates.tiles import visible
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# Lower numbers of a mask are replaced by this number, in base 2. The weight of a key with this
-# number is too small to matter. Without the replacement, a very low finite number could become
-# minus infinity in base 2, and a row that has only such numbers would attend to no key.
+# In the base-2 domain, numbers of a mask that are lower than LOWEST are replaced by LOWEST. The
+# weight of a key with this number is too small to matter. Without the replacement, a very low
+# finite number could become minus infinity in the base-2 domain, and a row that has only such
+# numbers would attend to no key.
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -60,11 +62,11 @@ def online_softmax_step(scores, top, total, factor, SHIFT: tl.constexpr):
     """Performs a step of the online softmax. Returns (weights, factor for earlier sums, new
     maximum, new sum).
 
-    factor converts scores to the base-2 domain. Weights are multiplied by 2 ** SHIFT, so that small
-    weights do not become zero in fp8.
+    factor: converts scores to the base-2 domain. SHIFT: weights are multiplied by 2 ** SHIFT, so
+    that small weights do not become zero in fp8.
     """
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-    # For rows that have not attended to any key yet, use the base 0.
+    # Rows that have not attended to any key yet use the base 0 in place of -inf.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * factor - (base - SHIFT)[:, None])
     decay = tl.exp2(top - base)

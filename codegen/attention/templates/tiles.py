@@ -1,5 +1,5 @@
-"""The schedule of attention kernels: which queries each program computes, and which keys they
-attend to.
+"""Computes the schedule of attention kernels: which queries each program computes, and which keys
+these queries attend to.
 
 Tiles are ordered by groups of heads. The keys and values of a group fit the L2 cache together.
 Within a group, the tiles with the most keys run first, so that the tiles that start last are short.
@@ -24,7 +24,8 @@ def ragged_place(
     tile, query_offsets_ptr, key_offsets_ptr, num_sequences,
     SEQUENCES: tl.constexpr, SORTED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Returns (sequence, row block, whether the tile exists) for the row tile with this number.
+    """Returns (sequence, row block, whether the tile exists) for the row tile with the given
+    number.
 
     The row blocks of a sequence come in descending order. SORTED: sequences with more keys come
     first. SEQUENCES: a power of two that is at least num_sequences.
@@ -132,8 +133,8 @@ def query_positions(
 
 @triton.jit
 def keys_in_sight(own_keys, highest, key_start, MASK: tl.constexpr):
-    """Returns how many keys there are up to the last key that a query at position `highest` attends
-    to. The result is at most own_keys."""
+    """Returns the number of keys up to the last one that a query at position `highest` attends to.
+    The result is at most own_keys."""
     if MASK != "none":
         own_keys = tl.minimum(own_keys, highest + 1 - key_start)
     return tl.maximum(own_keys, 0)

@@ -2,8 +2,8 @@
 
 An entry is a folder of files, and the name of the folder is the entry's key. An entry is written to
 a temporary folder and then moved into place, so a reader never sees half an entry. The manifest of
-an entry has its kind, its key and the hash of every file. If an entry differs from its manifest, it
-is deleted and made again; possible causes are a full disk, a crashed machine, an entry under the
+an entry has its kind, its key and the hash of every file. An entry that differs from its manifest
+is deleted and made again. Possible causes are a full disk, a crashed machine, an entry under the
 wrong name, or an extra file. Files are read into memory once: the bytes whose hashes were checked
 are the bytes that run.
 
@@ -105,7 +105,7 @@ class KernelCache:
         key. Raises OSError if neither the cache nor the private folder can be written."""
         if self.has(kind, key):
             return
-        with self._locked(kind, key):  # another process may be making it
+        with self._locked(kind, key):  # another process may be making the entry
             if not self.has(kind, key) and self._store(kind, key, files) is None:
                 raise OSError("neither the cache nor the private folder can be written")
 
@@ -130,11 +130,11 @@ class KernelCache:
         """Returns the entry. If it is missing or corrupt, calls `make()` for its files and stores
         them.
 
-        If several processes call this function at the same time, one of them makes the entry and
-        the others wait and read it. If `make` raises an error, the error propagates and nothing is
-        stored. If the files cannot be stored, they are returned nevertheless. accept: a function
-        that returns whether the contents of an entry can be used. If it returns False, the entry is
-        made again.
+        If several processes call this function at the same time, one process makes the entry, and
+        the other processes wait and then read the entry. If `make` raises an error, the error
+        propagates and nothing is stored. If the files cannot be stored, they are returned
+        nevertheless. accept: a function that returns whether the contents of an entry can be used.
+        If it returns False, the entry is made again.
         """
         found = self._accepted(kind, key, accept)
         if found is not None:

@@ -30,8 +30,8 @@ log = logging.getLogger("tilewright")
 
 _GROUP_AND_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-#: The age in seconds from which an unlocked temporary folder is stale: the process that made it was
-#: killed.
+#: The age in seconds from which an unlocked temporary folder counts as stale. The process that made
+#: a stale folder was killed.
 STALE_AFTER_S = 3600.0
 
 

@@ -10,10 +10,12 @@ steps for a row:
 4. It adds the rows in the order of ranks, so that all ranks get the same bits.
 
 A program writes to the same slot again two rows later. By then, the other rank has read the slot:
-it has sent the row in between, and a rank sends a row only after it has read the previous row.
+that rank has sent the row in between, and a rank sends a row only after it has read the previous
+rows of all ranks.
 
 A program waits only for programs with the same number on other ranks, and a GPU starts programs in
-order. Therefore the first unfinished program runs on every rank, for any number of programs.
+order. Therefore the first unfinished program is running on every rank, however many programs there
+are.
 """
 
 import triton
@@ -22,8 +24,8 @@ import triton.language as tl
 
 @triton.jit
 def words_of(peers_ptr, to, of, block, step, RANKS: tl.constexpr, WORDS: tl.constexpr):
-    """Returns a pointer into the memory of rank `to`. It points to the WORDS 64-bit words that rank
-    `of` writes for a row."""
+    """Returns a pointer into the memory of rank `to`, to the WORDS 64-bit words that rank `of`
+    writes for a row."""
     base = tl.multiple_of(tl.load(peers_ptr + to).to(tl.pointer_type(tl.int64)), 16)
     return base + ((block * 2 + (step & 1)) * RANKS + of) * WORDS
 
@@ -42,15 +44,16 @@ def slot_of(
 
 @triton.jit
 def give_up(tries, LIMIT: tl.constexpr):
-    """Ends the kernel with an error after LIMIT reads of a flag: the other rank is gone."""
+    """Ends the kernel with an error after LIMIT reads of a flag, because the other rank has then
+    probably ended."""
     if tries >= LIMIT:
         tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r,r", [tries], tl.int32, False, 1)
 
 
 @triton.jit
 def wait_for(flag_ptr, step, LIMIT: tl.constexpr):
-    """Waits until a flag has the number of the row. After that, data that the other rank wrote
-    before the flag are visible."""
+    """Waits until a flag has the number of the row. After that, this rank sees the data that the
+    other rank wrote before the flag."""
     tries = 0
     while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") != step:
         tries += 1

@@ -1,12 +1,12 @@
-"""The two GEMMs of experts with few rows per expert and 4-bit weights, which are read as they are
-stored.
+"""Computes the two GEMMs of experts that have 4-bit weights and few rows each. The weights are read
+as they are stored.
 
-They work like `moe_up` and `grouped_gemm` with SWAPPED, with one difference: a weight stays in the
-thread that loaded it until the tensor core reads it. Therefore the product goes over K in the order
-in which threads hold the words of eight codes. The columns of x, which is the smaller tile, are
-permuted to the same order (`rows_in_order`). E2M1 codes are multiplied by their scales before the
-product, which is exact. int4 codes are multiplied without their scales, and the scales multiply the
-sums of a group.
+These GEMMs work like `moe_up` and `grouped_gemm` with SWAPPED, with one difference: the thread that
+loads a part of a weight keeps this part until the tensor core reads it. Therefore the product goes
+over K in the order in which threads hold the words of eight codes. The columns of x, which is the
+smaller tile, are permuted to the same order (`rows_in_order`). E2M1 codes are multiplied by their
+scales before the product with x, and this multiplication is exact. int4 codes are multiplied by x
+without their scales. The sum over each group is then multiplied by the group's scale.
 """
 
 import triton
@@ -213,8 +213,8 @@ def moe_up_codes(
     TILES_N: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     tile_rows = tl.arange(0, SPLIT * WIDTH) % WIDTH
     if GATED:
-        # In the tensor core's layout, a thread holds rows r and r + 8 of the product. These are
-        # rows of gate and of up.
+        # In the tensor core's layout, a thread holds rows r and r + 8 of the product. Row r is a
+        # row of gate, and row r + 8 is the same row of up.
         within = tile_rows // 16 * 8 + tile_rows % 8
         is_upper = tile_rows // 8 % 2 == 1
     else:

@@ -1,17 +1,17 @@
-"""Grouped GEMM over rows that are sorted by expert, and the schedule of tiles that the kernels of
-mixtures of experts also use.
+"""Computes grouped GEMMs over rows that are sorted by expert, and the schedule of tiles that the
+kernels of mixtures of experts also use.
 
 `grouped_gemm` is the kernel of `grouped_matmul`, in which row i of the result belongs to row i of
 x. In the down projection of a mixture of experts, it stores each row at the index of its route, so
 that the rows of a token are adjacent.
 
-The kernels are persistent. A tile finds its expert by comparing its number with the running sums of
-the tiles of all experts at once. Therefore no schedule is built beforehand, and an expert without
-rows costs nothing. The tiles of an expert are consecutive. Its row blocks are the innermost loop,
-so that a weight is read once.
+The kernels are persistent. To find the expert of a tile, a program compares the tile's number with
+all running sums of the experts' tile counts at once. Therefore no schedule is built beforehand, and
+an expert without rows costs nothing. The tiles of an expert are consecutive. The expert's row
+blocks are the innermost loop, so that a weight is read once.
 
-SWAPPED puts weight rows on the tensor core's M side. This is for few rows per expert, where reading
-the weights takes all the time.
+If SWAPPED, the weight's rows are on the tensor core's M side. This is faster for few rows per
+expert, where reading the weights takes almost all of the time.
 """
 
 import triton
@@ -51,9 +51,9 @@ def searched_place(tile, ends_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.conste
                    TILES_N: tl.constexpr, SEARCH_STEPS: tl.constexpr):  # fmt: skip
     """Returns the same values as `tile_place`, by a binary search.
 
-    The search runs over the numbers of first blocks, which `moe_order` stores after the ends. It
-    replaces a reduction, because Triton before 3.9 cannot specialise warps in a loop that has a
-    reduction. 2 ** SEARCH_STEPS is at least NUM_EXPERTS.
+    The search runs over the numbers of the experts' first blocks, which `moe_order` stores after
+    the ends. `tile_place` uses a reduction instead, and Triton before 3.9 cannot specialise warps
+    in a loop that has a reduction. 2 ** SEARCH_STEPS is at least NUM_EXPERTS.
     """
     block = tile // TILES_N
     expert = tile * 0
@@ -90,7 +90,8 @@ def add_product(accumulator, x, weight, SWAPPED: tl.constexpr):
 @triton.jit
 def add_decoded(accumulator, x, weight, SWAPPED: tl.constexpr):
     """Returns the result of `add_product` for a weight from `dequantize_tile`. If x is fp16 and the
-    weight is bf16, each number of x becomes two columns, which are bf16 and have its sum."""
+    weight is bf16, each number of x becomes two columns of bf16 numbers, whose sum is the
+    number."""
     if x.dtype == tl.float16 and weight.dtype == tl.bfloat16:
         high, low = bfloat16_parts(x.to(tl.float32))
         x = tl.reshape(tl.join(high, low), (x.shape[0], 2 * x.shape[1]))
@@ -180,7 +181,8 @@ def group_tiles(ends_ptr, expert_ids_ptr, num_rows, NUM_GROUPS: tl.constexpr, GR
 @triton.jit
 def clear_rows(y_ptr, start, end, idle, GROUPS: tl.constexpr, HIDDEN: tl.constexpr,
                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Stores zeros to the rows of y that have no weight: the `idle` row blocks of all groups."""
+    """Stores zeros to the rows of y that have no weight. These are the `idle` row blocks of all
+    groups."""
     TILES_N: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
     num_idle = tl.sum(idle, axis=0) * TILES_N
     for idle_tile in range(tl.program_id(0), num_idle, tl.num_programs(0)):

@@ -1,8 +1,8 @@
-"""Grouped GEMM of two NVFP4 operands, whose scales are in the tensor core's own layout.
+"""Computes a grouped GEMM of two NVFP4 operands, whose scales are in the tensor core's own layout.
 
 On SM100, the tensor core multiplies packed codes and applies both scales itself (BLOCK_SCALED). On
-SM90, the tiles are dequantised to bf16, which is exact. SWAPPED puts 128 weight rows on the M side,
-for few rows in a group.
+SM90, the tiles are dequantised to bf16, which is exact. If SWAPPED, 128 weight rows are on the M
+side, which is faster for few rows in a group.
 
 The kernel is persistent. A tile finds its group as in `grouped_gemm`. A group may start at any row,
 but its scales start a new block of 128 rows. Tiles of 128 rows are counted from the start of the
@@ -29,12 +29,12 @@ def first_scale_block(group, offsets_ptr, deltas_ptr, num_groups):
 @triton.jit
 def searched_place(tile, offsets_ptr, deltas_ptr, num_rows, num_groups, TILES_N: tl.constexpr,
                    SEARCH_STEPS: tl.constexpr):  # fmt: skip
-    """Returns where a tile of 128 rows is: (group, first row of the group, first row of the tile,
-    end of the group's rows, column tile).
+    """Returns the place of a tile of 128 rows, as (group, first row of the group, first row of the
+    tile, end of the group's rows, column tile).
 
-    This is a binary search in the scale blocks of the groups. It replaces the reduction of
-    `tile_place`, because Triton before 3.9 cannot specialise warps in a loop that has a reduction.
-    2 ** SEARCH_STEPS is at least num_groups.
+    The function searches the scale blocks of the groups by bisection. `tile_place` uses a reduction
+    instead, and Triton before 3.9 cannot specialise warps in a loop that has a reduction. 2 **
+    SEARCH_STEPS is at least num_groups.
     """
     block = tile // TILES_N
     group = tile * 0

@@ -19,7 +19,7 @@ def e2m1_code(x):
     minus 2 * e, and the exponent of the sum is known from e.
     """
     number = x.to(tl.int32, bitcast=True)
-    # In a comparison as integers, NaN and infinity also exceed 6.
+    # Compare the bits as integers, so that NaN and infinity also exceed 6.
     magnitude = tl.minimum(number & 0x7FFFFFFF, 0x40C00000)
     shift = (tl.maximum(magnitude, 0x3F800000) & 0x7F800000) + (22 << 23)
     rounded = magnitude.to(tl.float32, bitcast=True) + shift.to(tl.float32, bitcast=True)
@@ -101,7 +101,8 @@ def quantize_nvfp4(
             mask=(within < scaled)[:, None] & (columns < INNER)[None, :], other=0.0,
         )  # fmt: skip
         parts = tl.reshape(x.to(tl.float32), (BLOCK_R, SCALES, 16))
-        # In a comparison as integers, NaN is the largest number. A maximum of floats may ignore it.
+        # Compare the bits as integers, so that NaN is the largest number. A maximum of floats may
+        # ignore NaN.
         largest = tl.max(parts.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
         amax = tl.minimum(largest, 0x7F800000).to(tl.float32, bitcast=True)
         exact = tl.div_rn(tensor_scale * amax, tl.full((BLOCK_R, SCALES), 6.0, tl.float32))

@@ -1,10 +1,10 @@
 """Grouped GEMMs of e4m3 rows with e4m3 weights. Both have scales for blocks of 128 columns.
 
-Each step of 128 columns is a separate product, exact except for the tensor core's rounding. The
-product is multiplied by the scales of its rows and of its weight block in fp32, and added to the
-accumulator. A wide tile is computed in two parts of columns, so that only one product takes
-registers at a time: while the tensor core multiplies one part, the other part is scaled. The
-schedule of tiles is the same as in `grouped_gemm`.
+Each step of 128 columns is a separate product, which is exact except for the tensor core's own
+rounding. The product is multiplied by the scales of its rows and of its weight block in fp32, and
+then added to the accumulator. A wide tile is computed in two parts of columns, so that only one
+product takes registers at a time: while the tensor core multiplies one part, the other part is
+scaled. The schedule of tiles is the same as in `grouped_gemm`.
 """
 
 import triton
@@ -65,8 +65,8 @@ def part_scales(
     scale_ptr, expert, first_row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PART: tl.constexpr, STRIDES: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scales of PART weight rows for a step. Returns one number if the rows share a
-    block, else [PART]."""
+    """Loads the scales of PART weight rows for one step of columns. Returns one number if the rows
+    share a scale, else [PART]."""
     start = scale_ptr + expert * STRIDES[0]
     if SCALE_BLOCK[0] % PART == 0:
         place = first_row // SCALE_BLOCK[0] * STRIDES[1] + column // SCALE_BLOCK[1] * STRIDES[2]
@@ -208,9 +208,10 @@ def moe_up_scaled(
         if hidden_scale_ptr is None:
             store_tile(value, hidden_ptr, places, row_mask, out_columns, column_mask, INNER)
         else:
-            # Store the tile to memory and load it again. If the reduction and the division, which
-            # is a call, read the accumulators from registers, ptxas spills them in the whole loop.
-            # Columns past the last one are set to zero, because a bias makes them nonzero.
+            # Store the tile to memory and load it again. If the reduction and the division (which
+            # is a call) read the accumulators from registers, ptxas would spill the accumulators in
+            # the whole loop. Columns past the last one are set to zero, because a bias makes them
+            # nonzero.
             within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             own = tile_ptr + tl.program_id(0) * (BLOCK_M * BLOCK_N) + within
             value = tl.where(column_mask[None, :], value, 0.0)

@@ -1,5 +1,5 @@
-"""The expand of multi-LoRA: multiplies the result of the shrink by the adapters' B matrices, and
-adds the products to q, k and v.
+"""Computes the expand of multi-LoRA: multiplies the result of the shrink by the adapters' B
+matrices, and adds the products to q, k and v.
 
 One launch computes all projections. A program computes columns of one projection for rows of one
 adapter.
@@ -21,7 +21,7 @@ def part_of_delta(
     """Returns s [rows, RANK] times one adapter's weight [WIDTH, RANK], scaled, as fp32 [BLOCK_M,
     BLOCK_N].
 
-    If BLOCK_M is 1, this is computed by products and a sum, without tensor cores.
+    If BLOCK_M is 1, the result is computed by multiplications and a sum, without tensor cores.
     """
     s_rows = s_ptr + plane * s_plane_stride + rows.to(tl.int64) * S_STRIDE
     weight_rows = weight_ptr + adapter.to(tl.int64) * WEIGHT_STRIDES[0]
@@ -96,9 +96,9 @@ def lora_expand(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multi-LoRA expand: for each of q, k and v [T, WIDTH], computes base + scale * s @
-    B[adapter]^T. s [P, num_rows, N] is the result of the shrink, B is [G, WIDTH, R], and every row
-    has its own adapter.
+    """Computes the expand of multi-LoRA: for each of q, k and v [T, WIDTH], base + scale * s @
+    B[adapter]^T. Here, s [P, num_rows, N] is the result of the shrink, B is [G, WIDTH, R], and
+    every row has its own adapter.
 
     Grid (sum of cdiv(WIDTH, BLOCK_N), tiles). WIDTHS, RANKS, SCALES, PLANES (the plane of s) and
     strides have a value for each of q, k and v. A width of 0 means that there is no such output.

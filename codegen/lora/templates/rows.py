@@ -1,4 +1,5 @@
-"""The rows of a tile of a LoRA kernel. All rows of a tile have the same adapter.
+"""Finds the rows and the adapter of a tile of a LoRA kernel. All rows of a tile have the same
+adapter.
 
 ADDRESSING says how the adapters of rows are given:
 
@@ -44,8 +45,8 @@ def group_bounds(
 
 @triton.jit
 def rest_tile(tile, num_rows, total_rows, BLOCK_M: tl.constexpr):
-    """Returns (rows, mask) of a tile. The tile numbers count the tiles of the rows from num_rows
-    on."""
+    """Returns (rows, mask) of a tile of the rows from num_rows on. Tile 0 starts at row
+    num_rows."""
     rows = num_rows + tile * BLOCK_M + tl.arange(0, BLOCK_M)
     return rows, rows < total_rows
 

@@ -1,13 +1,14 @@
-"""The shrink of multi-LoRA: multiplies rows by their adapters' A matrices. The result has a plane
-for each of q, k and v.
+"""Computes the shrink of multi-LoRA: multiplies rows by their adapters' A matrices. The result has
+a plane for each of q, k and v.
 
 Columns are counted over all planes: column c is column c % N of plane c // N. Therefore one GEMM
 computes q, k and v, and reads each row once, even if the three weights are different tensors.
 
-`lora_shrink` is for many rows. It can split K over programs; the last program of a tile to arrive
-adds the parts in a fixed order. `lora_shrink_few` is for a few rows of an adapter. It splits K over
-the warps of a program, and needs no exchange through memory. `lora_shrink_row` is for one or two
-rows, where the latency of the first loads takes all the time. It does not use tensor cores.
+`lora_shrink` is for many rows. It can split K over several programs. The last program of a tile to
+arrive then adds the parts in a fixed order. `lora_shrink_few` is for a few rows of an adapter. It
+splits K over the warps of a program, and needs no exchange through global memory. `lora_shrink_row`
+is for one or two rows, where the latency of the first loads takes all the time. It does not use
+tensor cores.
 """
 
 import triton
@@ -27,7 +28,7 @@ def weight_rows(
     each row exists).
 
     The weight of the second plane begins second_distance elements after the first weight, and the
-    weight of the third plane begins third_distance elements after it.
+    weight of the third plane begins third_distance elements after the first weight.
     """
     plane = columns // N
     rank = columns % N
@@ -66,8 +67,8 @@ def weight_tile(
     N: tl.constexpr, PLANES: tl.constexpr, RANKS: tl.constexpr,
     ADAPTER_STRIDES: tl.constexpr, ROW_STRIDES: tl.constexpr, COLUMN_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Loads the weights [columns, ks] of the rows of `columns` at the columns `ks`. in_part:
-    whether each of `ks` exists; None if all of them exist."""
+    """Loads the weights [columns, ks] of `columns` at the places `ks` along K. in_part: whether
+    each of `ks` exists; None if all of them exist."""
     weights, column_stride, real = weight_rows(
         columns, adapter, weight_ptr, second_distance, third_distance,
         N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
@@ -83,8 +84,8 @@ def weight_tile(
 
 @triton.jit
 def part_places(first_column, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns the offsets [BLOCK_M, WIDTH] at which columns are stored in the workspace of one part
-    of a tile. The first of these columns is first_column."""
+    """Returns the offsets [BLOCK_M, WIDTH] at which WIDTH columns, starting at first_column, are
+    stored in the workspace of one part of a tile."""
     columns = first_column + tl.arange(0, WIDTH)
     return tl.arange(0, BLOCK_M)[:, None] * COLUMNS + columns[None, :]
 

@@ -1,10 +1,11 @@
-"""Attention of MLA prefill: keys have two parts, and all heads may share the second.
+"""Computes the attention of MLA prefill. A key has two parts, and all heads may share the second
+part.
 
 A score is q . k + q_rope . k_rope. Keys and values are read by stride from the output of the
 up-projection. The softmax is computed online over blocks of keys (FlashAttention, Dao et al. 2022),
-in the base-2 domain. Blocks that no query of a tile sees are skipped, and blocks in which every
-query sees all keys are not masked. The kernel finds these blocks by the positions of queries and
-keys or, if there is a mask tensor, in a list of blocks.
+in the base-2 domain. Blocks that no query of a tile attends to are skipped. Blocks in which every
+query attends to all keys are not masked. The kernel finds both kinds of blocks by the positions of
+queries and keys or, if there is a mask tensor, in a list of blocks.
 """
 
 import triton
@@ -48,21 +49,28 @@ def mla_attention(
     TMA: tl.constexpr, JOINT: tl.constexpr, ROPE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of MLA prefill: out [rows, H, V_DIM] = softmax(q @ k^T + q_rope @ k_rope^T) @ v,
-    scaled and masked, and its log-sum-exp lse [rows, H] if lse_ptr is given, for ragged or dense
-    sequences.
+    """Computes the attention of MLA prefill for ragged or dense sequences: out [rows, H, V_DIM] =
+    softmax(q @ k^T + q_rope @ k_rope^T) @ v, scaled and masked.
 
-    Grid (tiles,). Strides count elements. K_STRIDE, ROPE_STRIDE: from key to key. v_stride: from
-    key to key, or with V_BY_KEY from dim to dim. V_BY_KEY: the keys of a dim are contiguous.
-    factor: softmax scale times log2(e), positive. V_ALIGNMENT: elements in 16 bytes. MASK_KIND:
-    kind of the mask tensor, "none", "bool" or "additive". mask_blocks: its list of blocks for tiles
-    of QUERIES queries and KEYS keys, which BLOCK_M and BLOCK_N divide; only blocks on the list are
-    visited. JOINT: one descriptor loads keys and the values that follow them. CHAINED, ONE_LOOP: as
-    in `attend`. ROPE_STYLE: the rotation of q_rope, "none" if it is already rotated. table_rows:
-    rows of cos and sin.
+    If lse_ptr is given, the kernel also stores the log-sum-exp lse [rows, H]. Grid (tiles,).
+    Strides count elements.
+
+    Args:
+        K_STRIDE, ROPE_STRIDE: The strides between keys.
+        V_BY_KEY: Whether the keys of a value's dim are contiguous. v_stride is then the stride
+            between dims. If not, v_stride is the stride between keys.
+        factor: The softmax scale times log2(e). It is positive.
+        V_ALIGNMENT: The number of elements in 16 bytes.
+        MASK_KIND: The kind of the mask tensor: "none", "bool" or "additive".
+        mask_blocks: The mask's list of blocks, for tiles of QUERIES queries and KEYS keys. BLOCK_M
+            divides QUERIES, and BLOCK_N divides KEYS. Only blocks on the list are visited.
+        JOINT: Whether one descriptor loads keys and the values that follow them in memory.
+        CHAINED, ONE_LOOP: As in `attend`.
+        ROPE_STYLE: The rotation of q_rope; "none" if q_rope is already rotated.
+        table_rows: The number of rows of cos and sin.
     """
-    # A program without a tile continues with no queries and no keys: Triton cannot specialise warps
-    # if a program returns early.
+    # A program without a tile runs to the end with no queries and no keys, because Triton cannot
+    # specialise warps if a program returns early.
     sequence, head, first_row, real = tile_place(
         query_offsets_ptr, key_offsets_ptr, num_sequences, row_tiles, head_group,
         NUM_HEADS, SEQUENCES, SORTED, RAGGED, BLOCK_M,
@@ -77,8 +85,8 @@ def mla_attention(
     if key_lengths_ptr is not None:
         length = tl.load(key_lengths_ptr + sequence).to(tl.int32)
         own_keys = tl.minimum(own_keys, length - key_start)
-    # A descriptor starts at a multiple of 16 bytes. If the keys of a dim are contiguous, it starts
-    # `lead` keys before the sequence's first key, and those keys are masked.
+    # A descriptor has to start at a multiple of 16 bytes. If the keys of a dim are contiguous, the
+    # descriptor starts `lead` keys before the sequence's first key, and these keys are masked.
     LED: tl.constexpr = RAGGED and V_BY_KEY and TMA
     lead = 0
     if LED:
@@ -111,8 +119,8 @@ def mla_attention(
     if ROPE > 0:
         if ROPE_STYLE != "none":
             if ROPE_STYLE == "half":
-                # Without the barrier, ptxas waits for these columns, the largest part, before it
-                # loads the others.
+                # Without the barrier, ptxas would wait for the columns of q, the largest load,
+                # before it issues the other loads.
                 tl.debug_barrier()
             q_rope = rotated_queries(
                 low, high, low_cos, high_cos, low_sin, high_sin, q_rope_base, first_row,
@@ -152,7 +160,7 @@ def mla_attention(
         BLOCK_N,
     )  # fmt: skip
     if TMA:
-        # A descriptor needs at least one row. Without keys, no block is read.
+        # A descriptor needs at least one row. If there are no keys, nothing is read through it.
         tma_keys = tl.maximum(own_keys, 1)
         k_source = tl.make_tensor_descriptor(
             k_source, [tma_keys, NOPE + V_DIM if JOINT else NOPE], [K_STRIDE, 1],

@@ -1,7 +1,8 @@
-"""Entries of an MLA latent cache: load, norm, rotation, quantisation, store.
+"""Loads, normalises, rotates, quantises and stores entries of an MLA latent cache.
 
-Entries are a tile of latents [rows, L] and two tiles of rope columns [rows, pairs], with the first
-and the second members of all rotated pairs.
+In these functions, entries are three tiles: the latents [rows, L], and two tiles of rope columns
+[rows, pairs]. One of the two has the first members of all rotated pairs, and the other has the
+second members.
 """
 
 import triton
@@ -15,7 +16,8 @@ from tilewright.codegen.templates.rounding import rounded
 def load_latents(
     pointer, offsets, mask, RANK: tl.constexpr, BLOCK_L: tl.constexpr, STRIDE: tl.constexpr
 ):  # fmt: skip
-    """Loads latents [rows, BLOCK_L] at pointer + offsets; zeros past RANK and in masked rows."""
+    """Loads latents [rows, BLOCK_L] at pointer + offsets. Columns from RANK on, and masked rows,
+    are zeros."""
     columns = tl.arange(0, BLOCK_L)
     inside = mask[:, None] & (columns < RANK)[None, :]
     return tl.load(pointer + offsets[:, None] + (columns * STRIDE)[None, :], mask=inside, other=0.0)
@@ -26,8 +28,8 @@ def store_latents(
     pointer, offsets, mask, values,
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    # A lane stores eight columns, also of codes, because it loaded eight: otherwise values would
-    # have to move between lanes.
+    # Each lane stores eight adjacent columns, even if they are codes of one byte, because it has
+    # loaded eight. Otherwise, values would have to move between lanes.
     columns = tl.max_contiguous(tl.arange(0, BLOCK_L), 8)
     inside = mask[:, None] & (columns < RANK)[None, :]
     tl.store(pointer + offsets[:, None] + (columns * STRIDE)[None, :], values, mask=inside)
@@ -38,8 +40,8 @@ def load_pairs(
     pointer, offsets, mask, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     NEIGHBOURS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Loads the first and the second members of pairs [rows, PAIRS] at pointer + offsets. The
-    members of a pair are adjacent (NEIGHBOURS) or half the columns apart."""
+    """Loads the first and the second members of pairs [rows, PAIRS] at pointer + offsets. If
+    NEIGHBOURS, the members of a pair are adjacent. If not, they are half the columns apart."""
     HALF: tl.constexpr = ROPE_DIM // 2
     if NEIGHBOURS:
         columns = tl.arange(0, 2 * PAIRS)
@@ -78,10 +80,10 @@ def store_pairs(
 
 @triton.jit
 def through_scalars(values, ROWS: tl.constexpr):
-    """Returns integers [ROWS] unchanged, each converted to a scalar and back.
+    """Returns integers [ROWS] unchanged, after a conversion of each to a scalar and back.
 
-    Triton computes a tensor again for each layout that reads it (here for latents, rope columns and
-    tables), but it computes a scalar once.
+    If several layouts read a tensor (here those of latents, rope columns and tables), Triton
+    computes the tensor once for each of them. It computes a scalar only once.
     """
     index = tl.arange(0, ROWS)
     result = tl.zeros_like(values)
@@ -97,7 +99,8 @@ def entry_places(
 ):  # fmt: skip
     """Returns the offsets of entries in a cache with STRIDES (page, slot, column). UNIT divides the
     first two strides."""
-    # `through_scalars` loses the divisibility of the offsets, which loads of 16 bytes need.
+    # Multiply by UNIT last: loads of 16 bytes need to know the divisibility of the offsets, which
+    # `through_scalars` loses.
     units = page * (STRIDES[0] // UNIT) + slot * (STRIDES[1] // UNIT)
     return through_scalars(units, ROWS) * UNIT
 
@@ -108,8 +111,8 @@ def load_entries(
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     NEIGHBOURS: tl.constexpr, STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Loads entries of a cache, or tokens in the same layout, as (latents, first members of pairs,
-    second members). STRIDE, ROPE_STRIDE: from column to column."""
+    """Loads entries of a cache, or tokens that have the same layout. Returns (latents, first
+    members of pairs, second members of pairs). STRIDE, ROPE_STRIDE: the strides between columns."""
     latent = load_latents(latent_cache_ptr, places, mask, RANK, BLOCK_L, STRIDE)
     low, high = load_pairs(
         rope_cache_ptr, rope_places, mask, ROPE_DIM, PAIRS, NEIGHBOURS, ROPE_STRIDE
@@ -123,7 +126,7 @@ def store_entries(
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     NEIGHBOURS: tl.constexpr, LATENT_STRIDES: tl.constexpr, ROPE_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Stores entries to their places in the cache. Strides are (page, slot, column)."""
+    """Stores entries to their places in the cache. The strides belong to (page, slot, column)."""
     store_latents(latent_cache_ptr, places, mask, latent, RANK, BLOCK_L, LATENT_STRIDES[2])
     store_pairs(
         rope_cache_ptr, rope_places, mask, low, high, ROPE_DIM, PAIRS, NEIGHBOURS, ROPE_STRIDES[2]
@@ -135,11 +138,11 @@ def table_columns(
     pointer, rows, mask, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     NEIGHBOURS: tl.constexpr, FULL_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Loads the values of a cos or sin table for the first and the second members of pairs, fp32
-    [rows, PAIRS].
+    """Loads the values of a cos or sin table for the first and for the second members of pairs,
+    each fp32 [rows, PAIRS].
 
-    In a table of ROPE_DIM columns (FULL_WIDTH), each member has the column of its place after the
-    rotation.
+    If FULL_WIDTH, the table has ROPE_DIM columns, and each member uses the column of the place that
+    it has after the rotation.
     """
     pairs = tl.arange(0, PAIRS)
     inside = mask[:, None] & (pairs < ROPE_DIM // 2)[None, :]
@@ -162,10 +165,10 @@ def pair_angles(
     ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
     FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Loads the cosines of the first and second members of pairs, then their sines, each fp32
-    [rows, PAIRS]; zeros in rows that `known` masks out.
+    """Returns the cosines of the first and of the second members of pairs, then their sines, each
+    fp32 [rows, PAIRS]. Rows that `known` masks out are zeros.
 
-    Without sin_ptr, the sine of a pair follows its cosine in one table, which is read once.
+    If there is no sin_ptr, the sine of a pair follows its cosine in one table, which is read once.
     """
     TOGETHER: tl.constexpr = ROPE_STYLE == "interleaved"
     if sin_ptr is None:
@@ -189,8 +192,9 @@ def pair_angles(
 @triton.jit
 def rotated_by(low, high, low_cos, high_cos, low_sin, high_sin):
     """Rotates the members of pairs, all in fp32."""
-    # The FMAs are explicit. Otherwise the compiler could fuse one product in one copy of this
-    # function, and the other product in another copy, which rounds differently.
+    # The FMAs are explicit. Without them, the compiler could fuse the first product in one copy of
+    # this function and the second product in another copy, and the two copies would round
+    # differently.
     turned_low = tl.fma(low, low_cos, -(high * low_sin))
     return turned_low, tl.fma(high, high_cos, low * high_sin)
 
@@ -201,8 +205,8 @@ def rotated_pairs(
     ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
     FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Rotates the members of pairs, fp32 [rows, PAIRS], by rows of the tables; zeros in rows that
-    `known` masks out."""
+    """Rotates the members of pairs, fp32 [rows, PAIRS], by rows of the tables. Rows that `known`
+    masks out become zeros."""
     low_cos, high_cos, low_sin, high_sin = pair_angles(
         cos_ptr, sin_ptr, rows, known, ROPE_DIM, PAIRS, ROPE_STYLE, FULL_WIDTH, COS_STRIDES,
         SIN_STRIDES,
@@ -216,8 +220,8 @@ def load_tokens(
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     LATENT_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, ROPE_STYLE: tl.constexpr,
 ):  # fmt: skip
-    """Loads new tokens as (latents, first members of rope pairs, second members), neither normed
-    nor rotated."""
+    """Loads new tokens, before norm and rotation. Returns (latents, first members of rope pairs,
+    second members of rope pairs)."""
     tokens = tokens.to(tl.int64)
     latent = load_latents(latent_ptr, tokens * LATENT_STRIDE, mask, RANK, BLOCK_L, 1)
     low, high = load_pairs(
@@ -234,9 +238,11 @@ def normed_and_rotated(
     NORM_EPS: tl.constexpr, ROPE_STYLE: tl.constexpr, FULL_WIDTH: tl.constexpr,
     COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Returns entries of new tokens, normed and rotated in fp32 and rounded once to their dtype.
+    """Returns the entries of new tokens. They are normalised and rotated in fp32, and rounded once
+    to their dtype.
 
-    rows: rows of the cos and sin tables. Rope columns of entries that are not `known` become zeros.
+    rows: the row of the cos and sin tables for each token. The rope columns of tokens that are not
+    `known` become zeros.
     """
     DTYPE: tl.constexpr = low.dtype
     if ROPE_STYLE != "none":
@@ -263,8 +269,8 @@ def write_rows(
     NEIGHBOURS: tl.constexpr, OUT_STRIDE: tl.constexpr,
     CAP: tl.constexpr, GROUP: tl.constexpr, ROPE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Stores entries to their rows of the buffers: latents or codes [K, OUT_STRIDE], scales
-    [groups, K], rope columns [K, ROPE_DIM]."""
+    """Stores entries to their rows of the buffers. The buffers hold latents or codes [K,
+    OUT_STRIDE], scales [groups, K], and rope columns [K, ROPE_DIM]."""
     starts = rows.to(tl.int64)
     if latent_out_ptr is not None:
         if scale_out_ptr is not None:

@@ -1,5 +1,5 @@
-"""Products of each head with its own weight, for few tokens: reading the weights once takes all the
-time."""
+"""Multiplies each head by its own weight, for few tokens. Almost all of the time is taken by
+reading the weights once."""
 
 import triton
 import triton.language as tl
@@ -45,9 +45,9 @@ def head_products(
     core's M side and tokens on its N side. X_STRIDES: (token, head). WEIGHT_STRIDES: (head, k,
     column).
 
-    If scale_ptr is given, the weights are float8 (e4m3) codes. They are multiplied exactly, and a
-    sum over BLOCK_K codes, which share a scale, is multiplied by their scale. Row FIRST_ROW + h *
-    HEAD_ROWS of the scaled weight is the first row of head h (`column_scales`).
+    If scale_ptr is given, the weights are float8 (e4m3) codes. The codes are multiplied exactly.
+    BLOCK_K codes share a scale, and the sum over them is multiplied by this scale. Row FIRST_ROW +
+    h * HEAD_ROWS of the scaled weight is the first row of head h (`column_scales`).
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

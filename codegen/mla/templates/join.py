@@ -1,4 +1,4 @@
-"""Copies both parts of MLA keys to one tensor, for a library's attention."""
+"""Copies the two parts of MLA keys to one tensor, for a library's attention."""
 
 import triton
 import triton.language as tl
@@ -11,10 +11,11 @@ def mla_join(
     NOPE_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
     K_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Copies MLA keys to one tensor: out [keys, H, NOPE + ROPE] has k [keys, H, NOPE] and then the
-    rope keys [keys, ROPE], which all heads share.
+    """Copies the two parts of MLA keys to one tensor out [keys, H, NOPE + ROPE]. Each row has the
+    columns of k [keys, H, NOPE] and then the rope columns [keys, ROPE], which all heads share.
 
-    Grid (cdiv(num_rows, BLOCK_R),). A row is one head of one key. run: keys of one sequence.
+    Grid (cdiv(num_rows, BLOCK_R),). A row is one head of one key. run: the number of keys of each
+    sequence.
     """
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = rows < num_rows

@@ -1,10 +1,10 @@
-"""MLA latents in one launch: norm, rotation, cache write, gather, quantisation.
+"""Prepares MLA latents in one launch: norm, rotation, cache write, gather and quantisation.
 
-The last `row_programs` programs take rows of keys. They find each key's slot in the cache and copy
-its entry to the key's row of a buffer, quantised if the buffer has scales. The other programs take
-new tokens. These programs norm and rotate the tokens and store them to the cache, to a buffer, or
-to both. With FUSED, a key that is a new token is computed from the token itself instead of being
-read back from the cache, so that no program waits for another.
+The last `row_programs` programs compute rows of keys. They find the slot of each key in the cache,
+and copy the key's entry from there to the key's row of a buffer. If the buffer has scales, the
+entry is quantised. The other programs normalise and rotate new tokens, and store them to the cache,
+to a buffer, or to both. If FUSED, a key that is a new token is computed from the token and is not
+read from the cache, so that no program waits for another.
 """
 
 import triton
@@ -27,8 +27,8 @@ def sequence_places(
     rows, mask, offsets_ptr, num_sequences, run,
     STRIDE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (sequence, place in the sequence, whether the row is valid) of each row. Sequences
-    are given by offsets, or have `run` rows each."""
+    """Returns (sequence, place in the sequence, whether the row is valid) of each row. If there are
+    offsets, they give the rows of each sequence. If not, each sequence has `run` rows."""
     if offsets_ptr is not None:
         sequence = sequence_of(rows, offsets_ptr, num_sequences, STRIDE, SEARCH_STEPS)
         valid = mask & (sequence < num_sequences)
@@ -48,8 +48,8 @@ def token_positions(
     OFFSETS_STRIDE: tl.constexpr, LENGTHS_STRIDE: tl.constexpr, POSITIONS_STRIDE: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the position of each token. Positions come from a tensor, or continue after the
-    tokens of the sequence that are in the cache."""
+    """Returns the position of each token. Positions are read from a tensor. If there is none, they
+    continue after the tokens of the sequence that are already in the cache."""
     if token_positions_ptr is not None:
         places = token_positions_ptr + (tokens % token_run) * POSITIONS_STRIDE
         position = tl.load(places, mask=mask, other=0).to(tl.int64)
@@ -72,8 +72,8 @@ def key_places(
 ):  # fmt: skip
     """Returns (page, slot in the page, sequence, position, whether the key exists) of each row.
 
-    KEYS: "slots" for a flat slot for each row, "table" for a lookup table of pages, "pages" if page
-    b is sequence b. KEY_STRIDES: strides of offsets, starts and slots.
+    KEYS: "slots" if each row has a flat slot, "table" if pages are looked up in a block table,
+    "pages" if page b holds sequence b. KEY_STRIDES: the strides of offsets, starts and slots.
     """
     if KEYS == "slots":
         flat = tl.load(key_slots_ptr + rows * KEY_STRIDES[2], mask=mask, other=0).to(tl.int64)
@@ -107,7 +107,8 @@ def are_keys(
     num_sequences, token_run, key_run,
     BATCH_STRIDES: tl.constexpr, KEY_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Returns whether each new token is among the keys, which the programs of keys compute."""
+    """Returns whether each new token is also one of the keys. The programs of keys compute such
+    tokens."""
     sequence, place, valid = sequence_places(
         tokens, mask, row_offsets_ptr, num_sequences, token_run, BATCH_STRIDES[0], SEARCH_STEPS
     )
@@ -147,23 +148,32 @@ def mla_latents(
     OUT_STRIDE: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, ROPE_SCALE: tl.constexpr,
     BLOCK_T: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """Stores MLA latents. New tokens' latent [T, RANK] and k_rope [T, ROPE_DIM], normed and
-    rotated, go to their slots of a paged cache (STORE) and to rows of buffers (KEEP). Keys of the
-    cache go to rows of the buffers (GATHER), quantised if the buffers have scales.
+    """Stores MLA latents. STORE: new tokens, normalised and rotated, are stored to their slots of a
+    paged cache. KEEP: new tokens are stored to rows of buffers. GATHER: keys of the cache are
+    copied to rows of the buffers, and quantised if the buffers have scales.
 
-    Grid (cdiv(T, BLOCK_T) + row_programs), row_programs = cdiv(num_rows, BLOCK_T) or 0. With FUSED:
-    (cdiv(T, CHECKED) + row_programs). Cache strides are (page, slot, column). Addresses of tokens:
-    as in `places.cache_places`. Keys: as in `key_places`. BATCH_STRIDES: strides of row_offsets,
-    lengths and token_positions. NEIGHBOURS: the members of a pair are adjacent in the cache and the
-    buffers. UNITS: for the cache of latents and for that of rope columns, a number that divides the
-    strides of pages and slots. ONE_SOURCE: new tokens have the dtype and layout of cache entries,
-    so that only addresses differ. FUSED: keys from position lengths[b] on are the new tokens of
-    sequence b. The program that takes such a key also stores it to the cache, and the programs of
-    tokens take only tokens that are not keys. BLOCK_L: a power of two that covers RANK. PAIRS: a
-    power of two that covers half of ROPE_DIM.
+    The new tokens are latent [T, RANK] and k_rope [T, ROPE_DIM]. Grid (cdiv(T, BLOCK_T) +
+    row_programs,), where row_programs is cdiv(num_rows, BLOCK_T) or 0. If FUSED, the grid is
+    (cdiv(T, CHECKED) + row_programs,).
+
+    Args:
+        LATENT_STRIDES, ROPE_STRIDES: The strides of (page, slot, column) of the caches.
+        BATCH_STRIDES: The strides of row_offsets, lengths and token_positions.
+        NEIGHBOURS: Whether the members of a pair are adjacent in the cache and in the buffers.
+        UNITS: Two numbers, one for the cache of latents and one for the cache of rope columns. Each
+            divides the strides of its cache's pages and slots.
+        ONE_SOURCE: New tokens have the dtype and the layout of cache entries, so one load serves
+            both kinds of keys, with different addresses.
+        FUSED: Keys from position lengths[b] on are the new tokens of sequence b. The program that
+            computes such a key also stores it to the cache. The programs of tokens then compute
+            only tokens that are not keys.
+        BLOCK_L: A power of two that is at least RANK.
+        PAIRS: A power of two that is at least half of ROPE_DIM.
+
+    `cache_places` explains the arguments that address the cache, and `key_places` those of keys.
     """
-    # Programs of tokens come first, because tokens that are not keys, if there are any, take
-    # longest.
+    # The programs of tokens come first, because they take longest if there are tokens that are not
+    # keys.
     program = tl.program_id(0) - (tl.num_programs(0) - row_programs)
     if GATHER and program >= 0:
         rows = program * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -193,7 +203,7 @@ def mla_latents(
                 table_row = token % rope_rows
                 known = new
             if tl.sum(known.to(tl.int32), axis=0) == BLOCK_T:
-                # In the usual case all keys are new tokens, and nothing is masked or selected.
+                # Usually all keys of a program are new tokens. Nothing is masked or selected then.
                 everyone = tl.full((BLOCK_T,), 1, tl.int1)
                 latent, low, high = load_tokens(
                     token, everyone, latent_ptr, k_rope_ptr,

@@ -1,4 +1,4 @@
-"""Merges attention results over disjoint sets of keys, by their log-sum-exps."""
+"""Merges results of attention over disjoint sets of keys, by means of their log-sum-exps."""
 
 import triton
 import triton.language as tl
@@ -9,10 +9,11 @@ def mla_merge(
     parts_ptr, lses_ptr, out_ptr, num_rows, part_stride, lse_stride,
     PARTS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Merges attention over disjoint sets of keys: out [rows, V_DIM] from PARTS results
-    [PARTS, rows, V_DIM] and their log-sum-exps.
+    """Merges PARTS results of attention over disjoint sets of keys [PARTS, rows, V_DIM] to out
+    [rows, V_DIM], by means of their log-sum-exps.
 
-    Grid (row blocks,). A row is one query of one head. A row without a key in any part gets zeros.
+    Grid (row blocks,). A row is one query of one head. If no part has a key for a row, the row
+    becomes zeros.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     dims = tl.arange(0, V_BLOCK)

@@ -1,5 +1,5 @@
-"""Prepares MLA's queries for attention: rotates the rope columns, stores them alone or with the
-unrotated columns, and may cast them to 8 bits."""
+"""Prepares the queries of MLA for attention: rotates their rope columns and stores them, alone or
+together with the other columns. May also cast the stored columns to 8 bits."""
 
 import triton
 import triton.language as tl
@@ -24,13 +24,18 @@ def mla_query(
     """Rotates MLA queries: out [rows, ROPE_DIM] = the last ROPE_DIM columns of q, rotated in fp32
     and rounded once. A row is one head of one token.
 
-    WHOLE: out [rows, NOPE + ROPE_DIM] has all columns, divided by q's scale and saturated if they
-    are cast. With joined_ptr, the rotated columns come before the others. The keys `joined` then
-    have a row for each row of q, and their first ROPE_DIM columns are filled from k_rope [tokens,
-    ROPE_DIM]. KEY_STRIDES: strides of the rows of k_rope and of joined.
+    Grid (cdiv(num_rows, BLOCK_R),).
 
-    Grid (cdiv(num_rows, BLOCK_R),). The row of cos and sin is the token's position (BY_POSITION) or
-    its number modulo rope_rows. token_run: tokens of each sequence, if all have equally many.
+    Args:
+        WHOLE: out [rows, NOPE + ROPE_DIM] has all columns. If scale_ptr is given, they are divided
+            by q's scale. If out is an 8-bit float, they saturate.
+        joined_ptr: If it is given, the rotated columns come before the other columns of out. The
+            keys `joined` then have a row for each row of q, and the kernel copies k_rope [tokens,
+            ROPE_DIM] to their first ROPE_DIM columns.
+        KEY_STRIDES: The strides of the rows of k_rope and of the rows of joined.
+        BY_POSITION: Whether the position of a token selects its row of cos and sin. If not, the row
+            is the token's number modulo rope_rows.
+        token_run: The number of tokens of each sequence, if all sequences have equally many.
     """
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = rows < num_rows
@@ -75,7 +80,7 @@ def mla_query(
         else:
             first += ROPE_DIM
         tl.store(out_ptr + first[:, None] + columns[None, :], codes, mask=inside)
-        # The rotated columns are first rounded to q's own type, as if they had been stored.
+        # Round the rotated columns to q's own dtype first, as if they had been stored in it.
         low = low.to(q_ptr.dtype.element_ty).to(tl.float32) * inverse
         high = high.to(q_ptr.dtype.element_ty).to(tl.float32) * inverse
     store_pairs(

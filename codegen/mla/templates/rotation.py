@@ -11,8 +11,8 @@ from tilewright.codegen.templates.rounding import rounded
 def column_angles(
     pointer, rows, known, ROPE: tl.constexpr, FULL_WIDTH: tl.constexpr, STRIDES: tl.constexpr
 ):
-    """Loads the values of a cos or sin table for all columns, fp32 [rows, ROPE]; zeros in rows that
-    `known` masks out. The members of a pair are half the columns apart."""
+    """Loads the values of a cos or sin table for all columns, as fp32 [rows, ROPE]. Rows that
+    `known` masks out are zeros. The members of a pair are half the columns apart."""
     columns = tl.arange(0, ROPE)
     taken = columns if FULL_WIDTH else columns % (ROPE // 2)
     places = pointer + (rows * STRIDES[0])[:, None] + (taken * STRIDES[1])[None, :]
@@ -26,12 +26,15 @@ def load_rotation(
     COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr, BY_POSITION: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Loads the operands of `rotated_queries`: first and second members of pairs, their cosines,
-    their sines. For the style "half" with two tables, loads instead all columns, the other member
-    of each column's pair, the cosines and the sines.
+    """Loads the operands of `rotated_queries`: the first and the second members of pairs, their
+    cosines, and their sines.
 
-    The row of cos and sin is a query's position (BY_POSITION) or its number modulo rope_rows.
-    first_token: the number of the sequence's first query. ROPE: a power of two.
+    For the style "half" with two tables, loads instead all columns, the other member of each
+    column's pair, the cosines and the sines.
+
+    BY_POSITION: whether the position of a query selects its row of cos and sin. If not, the row is
+    the query's number modulo rope_rows. first_token: the number of the sequence's first query.
+    ROPE: a power of two.
     """
     rows = first_row + tl.arange(0, BLOCK_M)
     real = rows < own_queries
@@ -84,8 +87,8 @@ def rotated_queries(
             pairs = tl.permute(pairs, (0, 2, 1))
         turned = tl.reshape(pairs, (BLOCK_M, ROPE))
     # On Hopper, Triton keeps the operand of a loop in shared memory if the operand comes from a
-    # load. It reads any other operand into registers again in each step, which costs a tenth of the
-    # time. For this reason the columns pass through a load, with a mask that is false everywhere.
+    # load. Any other operand is read into registers again in each step, which makes the kernel a
+    # tenth slower. Therefore the columns pass through a load whose mask is false everywhere.
     rows = first_row + tl.arange(0, BLOCK_M)
     places = base + rows.to(tl.int64)[:, None] * token_stride + columns[None, :]
     return tl.load(places, mask=(rows < 0)[:, None], other=turned)

@@ -1,9 +1,10 @@
-"""The up-projection of MLA: keys and values [K, H, N + V] = latents [K, L] @ weight^T.
+"""Computes the up-projection of MLA: keys and values [K, H, N + V] = latents [K, L] @ weight^T.
 
-The kernel is one persistent GEMM. With scales, operands are e4m3 codes, and the product of every
-block of columns is computed in fp32, scaled, and added. The epilogue stores the operands of the
-attention kernel, rounded to 16 bits or saturated to 8-bit floats. Keys and values are stored side
-by side, in the order of the weight's rows, or in two tensors with different layouts.
+The kernel is one persistent GEMM. If there are scales, the operands are e4m3 codes. The product of
+each block of columns is then scaled in fp32 and added to the sum. The epilogue stores keys and
+values as the attention kernel reads them: rounded to 16 bits, or saturated to 8-bit floats. Keys
+and values are stored side by side, in the order of the weight's rows, or in two tensors with
+different layouts.
 """
 
 import triton
@@ -18,8 +19,8 @@ def weight_scales(
     pointer, first_row, column, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, STRIDES: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scales of weight rows [first_row, first_row + BLOCK_N) in a block of columns: one
-    number if UNIFORM, else [1, BLOCK_N]."""
+    """Loads the scales of weight rows [first_row, first_row + BLOCK_N) in a block of columns.
+    Returns one number if UNIFORM, else [1, BLOCK_N]."""
     place = pointer + column // SCALE_BLOCK[1] * STRIDES[1]
     if UNIFORM:
         scale = scale_value(tl.load(place + first_row // SCALE_BLOCK[0] * STRIDES[0]))
@@ -36,7 +37,8 @@ def tile_rows(
     BLOCK_N: tl.constexpr, JOINT: tl.constexpr,
 ):  # fmt: skip
     """Returns (first row of the weight, head, whether the rows are values, first column in keys or
-    values) of a column tile. JOINT: a tile may span heads, and only the first row is meaningful."""
+    values) of a column tile. If JOINT, a tile may span several heads, and only the first row has a
+    meaning."""
     if JOINT:
         return tile_n * BLOCK_N, tile_n, tile_n < 0, tile_n
     else:
@@ -63,16 +65,23 @@ def mla_up_projection(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
-    """MLA up-projection: keys k [K, H, NOPE] and values v [K, H, V_DIM] = latents [K, RANK] @
-    weight^T, weight [H * (NOPE + V_DIM), RANK].
+    """Computes the up-projection of MLA: keys k [K, H, NOPE] and values v [K, H, V_DIM] = latents
+    [K, RANK] @ weight^T, where weight is [H * (NOPE + V_DIM), RANK].
 
-    The grid may have any size; with limit_ptr, it has one program for each tile. latent_scale:
-    fp32, strides (scale_stride of column blocks, LATENT_SCALE_STRIDE of rows). weight_scale: fp32,
-    strides (row block, column block). Both are None if operands are not quantised. JOINT: v follows
-    k, whose strides are K_STRIDES (row, head); if heads are not contiguous, a tile has one head.
-    Not JOINT: k has the strides K_STRIDES and v (1, v_head_stride, v_column_stride), and K of v is
-    padded to a multiple of 16 with zeros. Keys are divided by K_SCALE and values by V_SCALE. limit:
-    one int64; a tile is skipped if row % run >= limit for all of its rows.
+    If limit_ptr is given, the grid has one program for each tile. If not, the grid may have any
+    size.
+
+    Args:
+        latent_scale: fp32 with the strides scale_stride (between blocks of columns) and
+            LATENT_SCALE_STRIDE (between rows); None if the operands are not quantised.
+        weight_scale: fp32 with the strides WEIGHT_SCALE_STRIDES of (row block, column block); None
+            if the operands are not quantised.
+        JOINT: The values of a head follow its keys in memory, and K_STRIDES are the strides of
+            (row, head) of both. A tile may then span several heads, unless heads are not
+            contiguous. If not JOINT, K_STRIDES belong to k only, and v has the strides (1,
+            v_head_stride, v_column_stride) of (row, head, column). Keys are then divided by K_SCALE
+            and values by V_SCALE, and the rows of v are padded with zeros to a multiple of 16.
+        limit: One int64. A tile is skipped if row % run >= limit for all of its rows.
     """
     HEAD_ROWS: tl.constexpr = NOPE + V_DIM
     ROWS: tl.constexpr = NUM_HEADS * HEAD_ROWS
@@ -95,7 +104,7 @@ def mla_up_projection(
     tiles_m = (num_rows + BLOCK_M - 1) // BLOCK_M
     num_tiles = tiles_m * TILES_N
     if limit_ptr is not None:
-        # Here each program has one tile; a program with a skipped tile takes no steps.
+        # Here, each program has one tile. A program whose tile is skipped computes nothing.
         own = tl.program_id(0)
         group = own // (GROUP_M * TILES_N)
         group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
@@ -108,7 +117,8 @@ def mla_up_projection(
         tl.program_id(0), num_tiles, tl.num_programs(0),
         flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE,
     ):  # fmt: skip
-        # Tiles of GROUP_M row blocks run side by side, so that they find a weight tile in L2.
+        # Tiles of GROUP_M row blocks run at the same time, so that they find a weight tile in the
+        # L2 cache.
         group = tile // (GROUP_M * TILES_N)
         group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
         within = tile % (GROUP_M * TILES_N)
@@ -148,7 +158,7 @@ def mla_up_projection(
                     accumulator = accumulator / V_SCALE
                 places = v_ptr + head.to(tl.int64) * v_head_stride + starts
                 places += columns.to(tl.int64)[None, :] * v_column_stride
-                # Rows are padded to a multiple of 16; rows past the last are zeros.
+                # The rows of v are padded with zeros to a multiple of 16.
                 row_mask = rows < (num_rows + 15) // 16 * 16
                 inside = row_mask[:, None] & (columns < V_DIM)[None, :]
                 tl.store(places, rounded(accumulator, v_ptr.dtype.element_ty), mask=inside)
@@ -168,7 +178,7 @@ def mla_weight_numbers(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Dequantises an fp8 weight with block scales: out [ROWS, RANK] = codes * scales, rounded to
-    out's dtype.
+    the dtype of out.
 
     Grid (cdiv(ROWS, BLOCK_N), cdiv(RANK, BLOCK_K)).
     """

@@ -1,4 +1,4 @@
-"""The epilogue of a linear for few tokens: adds the parts of K and applies norm, activation and
+"""Finishes a linear for few tokens: adds the parts of K, and applies norm, activation and
 residual."""
 
 import triton

@@ -1,5 +1,5 @@
-"""Linears for few tokens. Such a linear takes as long as reading the weights takes, so this kernel
-reads each weight once, in the form in which it is stored.
+"""Computes linears for few tokens. Such a linear takes as long as reading its weights takes, so
+this kernel reads each weight once, in the form in which it is stored.
 
 The rows of the weight are on the M side of the tensor core's product, and the tokens are on its N
 side. If x has an RMS norm, the kernel multiplies each token's result by a factor, and computes the
@@ -80,8 +80,8 @@ def wait_for_kernel_before(
 def second_operand(x, APART: tl.constexpr):
     """Returns x for a second product.
 
-    APART: whether to return x as a separate value. Triton 3.6 on SM100 cannot pipeline two products
-    that read the same tensor from registers.
+    APART: whether the result is a separate copy of x. On SM100, Triton 3.6 cannot pipeline two
+    products that read the same tensor from registers.
     """
     if APART:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, True, 2)
@@ -144,9 +144,9 @@ def streamed_linear(
     SPLIT_K > 1, workspace is fp32 [tiles, SPLIT_K, weights * BLOCK_N * BLOCK_T + NORM * BLOCK_T],
     and counters has one zero for each tile.
 
-    If there are scales, the weights are quantised: a weight is (code - zero) * scale. A code has 8
-    bits (PER is 1), or PER codes share a word. Weight strides then count words. A factor is one
-    number that multiplies a whole weight.
+    If there are scales, the weights are quantised: an element of a weight is (code - zero) * scale.
+    A code has 8 bits (PER is 1), or PER codes share a word. The strides of weights then count
+    words. A factor is one number that multiplies a whole weight.
 
     Args:
         NORM: x is divided by its rms and multiplied by NORM_OFFSET + norm_weight. The normalised x
@@ -159,7 +159,8 @@ def streamed_linear(
         LINE: The number of elements in 128 bytes.
         LETS_IN: Whether the next kernel may start early.
         APART: As in `second_operand`.
-        PACKED_ROWS: The codes of a word belong to PER rows; if not, to PER columns.
+        PACKED_ROWS: Whether the codes of a word belong to PER rows. If not, they belong to PER
+            columns.
         NUMBER: The kind of numbers that codes stand for: "e2m1", or the name of a table
             (`formats.table_words`).
         BLOCK_STRIDES: Strides of (scale row, scale column, zero row, zero column).
@@ -180,14 +181,14 @@ def streamed_linear(
     token_mask = tokens < num_tokens
     PART: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K) * BLOCK_K
     EVEN: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
-    # Each load reads the words of columns that share one scale, so that the words stay in the
+    # Each load reads the words of columns that share one scale. The words then stay in the
     # registers of the thread that decodes them.
     TILE: tl.constexpr = 128 if SCALED else min(SCALE_COLUMNS, 128)
     TILES: tl.constexpr = max(BLOCK_K // TILE, 1) if PER == 8 and not PACKED_ROWS else 1
     WIDTH: tl.constexpr = BLOCK_K // TILES
     first = part * PART
     columns = first + tl.arange(0, WIDTH)
-    # PER rows of the tile share a word if PACKED_ROWS; if not, PER columns do.
+    # A word holds the codes of PER rows if PACKED_ROWS, else the codes of PER columns.
     ROWS: tl.constexpr = PER if PACKED_ROWS else 1
     STEP: tl.constexpr = 1 if PACKED_ROWS else PER
     word_rows = row_tile * (BLOCK_N // ROWS) + tl.arange(0, BLOCK_N // ROWS)

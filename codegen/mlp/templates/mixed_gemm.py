@@ -1,4 +1,4 @@
-"""A linear with a quantised weight and many tokens, for Hopper's tensor cores (Gluon).
+"""Computes a linear with a quantised weight and many tokens, on Hopper's tensor cores (Gluon).
 
 A block has one warp that loads tiles by TMA, and two consumers of four warps each. A consumer
 decodes 64 rows of the weight in registers. These rows are the left operand of its products. While
@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewright.codegen.templates.activation import activate
 from tilewright.codegen.templates.scale_numbers import bfloat16_parts, bfloat16_powers
 
-# Triton's releases have different names for this function.
+# Releases of Triton have different names for these functions.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -45,8 +45,8 @@ def words_layout(ROWS, BLOCK_K, PER):
 
 @gluon.constexpr_function
 def blocks_layout(ROWS, GROUPS, WIDTH):
-    """Returns the layout of [ROWS, GROUPS, WIDTH] that keeps each element in the same thread and
-    register."""
+    """Returns the layout of [ROWS, GROUPS, WIDTH] that keeps each element in the thread and
+    register that `words_layout` gives it."""
 
     def column(k):
         return [0, k // WIDTH, k % WIDTH]
@@ -64,8 +64,8 @@ def blocks_layout(ROWS, GROUPS, WIDTH):
 
 @gluon.constexpr_function
 def tile_layout(ROWS, BLOCK_K):
-    """Returns the layout of a tile [ROWS, BLOCK_K] that keeps each element in the same thread and
-    register."""
+    """Returns the layout of a tile [ROWS, BLOCK_K] that keeps each element in the thread and
+    register that `words_layout` gives it."""
     registers = [[0, 1], [8, 0]]
     k = 8
     while k < BLOCK_K:
@@ -88,9 +88,14 @@ def place_of(tile, TILES_N: gl.constexpr, tiles_t, GROUP: gl.constexpr):
 def share_of(whole, num_tiles, UNITS: gl.constexpr, PROGRAMS: gl.constexpr):
     """Returns this program's share of the work, as five numbers.
 
-    They are: how many whole tiles the program computes; how many segments it computes, including
-    the whole tiles; the begin and the end of its range of units of the split tiles; and how many
-    units each program gets.
+    A unit is UNIT columns of K of one tile, and a tile has UNITS units. The whole tiles are
+    computed by one program each. The units of the other tiles, the split tiles, are numbered across
+    these tiles and divided among all programs. A segment consists of the units of one tile that one
+    program computes.
+
+    The five numbers are: the number of the program's whole tiles; the number of its segments,
+    including the whole tiles; the begin of its range of units of the split tiles; the end of this
+    range; and the number of units that each program gets.
     """
     program = gl.program_id(0)
     units = (num_tiles - whole) * UNITS
@@ -108,8 +113,8 @@ def share_of(whole, num_tiles, UNITS: gl.constexpr, PROGRAMS: gl.constexpr):
 def segment_of(
     number, count, whole, begin, end, UNITS: gl.constexpr, PROGRAMS: gl.constexpr
 ):  # fmt: skip
-    """Returns (tile, first unit, end of the units) of the segment with this number of this
-    program."""
+    """Returns (tile, first unit, end of the units) of one segment of this program. number: the
+    number of the segment."""
     start = begin
     if number > count:
         start = (begin // UNITS + number - count) * UNITS
@@ -158,19 +163,19 @@ def load_tiles(
 
 @gluon.jit
 def load_blocks(
-    scale_ptr, zero_ptr, rows, unit, N: gl.constexpr, K: gl.constexpr, UNIT: gl.constexpr,
+    scale_ptr, zero_ptr, rows, span, N: gl.constexpr, K: gl.constexpr, SPAN: gl.constexpr,
     GROUPS: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
     SCALE_ROW_STRIDE: gl.constexpr, SCALE_COLUMN_STRIDE: gl.constexpr,
     ZERO_ROW_STRIDE: gl.constexpr, ZERO_COLUMN_STRIDE: gl.constexpr,
     PACKED_ZEROS: gl.constexpr, ORDER: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Returns (scales, zeros), each [rows, GROUPS], for one unit of columns.
+    """Returns (scales, zeros), each [rows, GROUPS], for SPAN columns.
 
-    Scales keep the dtype in which they are stored; zeros are converted to int32. If there are no
-    zeros, the scales are returned in their place.
+    Scales keep the dtype in which they are stored, and zeros are converted to int32. If there are
+    no zeros, the scales are returned in place of the zeros.
     """
     group = gl.arange(0, GROUPS, gl.SliceLayout(0, BLOCKS)).expand_dims(0)
-    column = (unit * UNIT) // SCALE_COLUMNS + group
+    column = (span * SPAN) // SCALE_COLUMNS + group
     row = rows.expand_dims(1)
     there = (row < N) & (column * SCALE_COLUMNS < K)
     block_row = row // SCALE_ROWS
@@ -215,8 +220,8 @@ def factors_of(
 
 @gluon.jit
 def spread(blocks, like, GROUPS: gl.constexpr, TILE: gl.constexpr):
-    """Repeats blocks [rows, GROUPS] so that each column of a tile of the shape of `like` has its
-    number."""
+    """Repeats the numbers of blocks [rows, GROUPS] for a tile of the shape of `like`, so that each
+    column of the tile has the number of its group."""
     ROWS: gl.constexpr = like.shape[0]
     COLUMNS: gl.constexpr = like.shape[1]
     LAYOUT: gl.constexpr = blocks_layout(ROWS, GROUPS, COLUMNS // GROUPS)
@@ -237,8 +242,8 @@ def decoded(
     BLOCK_K].
 
     The difference code - zero is exact, and its product with the scale is rounded once. The decoder
-    moves the bits of a code into a bfloat16, whose value then differs from the code by a factor
-    that is a power of two.
+    moves the bits of a code to their places in a bfloat16. The value of this bfloat16 is the code
+    times a power of two.
     """
     WORDS: gl.constexpr = words_layout(ROWS, BLOCK_K, PER)
     TILE: gl.constexpr = tile_layout(ROWS, BLOCK_K)
@@ -259,8 +264,8 @@ def decoded(
         # Bytes 4 to 7 are the bytes of the word after a shift by one nibble.
         select = (even_byte + 4 - even % 2 * 4) << 4 | (odd_byte + 4 - odd % 2 * 4) << 12
     elif CODES == "table":
-        # Bytes 4 to 7 are the bytes of the word after a shift by one nibble to the right.
-        select = even_byte + even % 2 * 4 | (odd_byte + odd % 2 * 4) << 4
+        # One byte holds both codes of a pair. Bytes 4 to 7 belong to the word eight rows below.
+        select = even_byte | even_byte + 4 << 4
     elif CODES == "e4m3":
         # Each byte goes to the top of its half.
         select = 0x0004 | even_byte << 4 | 0x0400 | odd_byte << 12
@@ -269,9 +274,9 @@ def decoded(
     chosen = gl.broadcast(select.expand_dims(0), codes)[0]
     if CODES == "table":
         numbers = gl.inline_asm_elementwise(
-            LOOKUP, "=r,r,r,r,r,r,r",
+            LOOKUP, "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
             [codes, chosen, spread(high, codes, GROUPS, TILE), spread(low, codes, GROUPS, TILE)],
-            dtype=gl.bfloat16, is_pure=True, pack=2,
+            dtype=gl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
     elif CODES == "e2m1":
         # Move the sign and the other three bits of a nibble to the sign and the low exponent bits
@@ -381,7 +386,8 @@ def finished(
     SCALED: gl.constexpr, UNIT_OF_CODES: gl.constexpr, SCALE_ROWS: gl.constexpr,
     SCALE_ROW_STRIDE: gl.constexpr, BIAS_STRIDE: gl.constexpr,
 ):  # fmt: skip
-    """Returns SCALE * (total + bias), with scales of whole rows applied."""
+    """Returns SCALE * (total + bias). If each row has one scale, total is first multiplied by
+    it."""
     if not SCALED:
         scale = gl.load(scale_ptr + rows // SCALE_ROWS * SCALE_ROW_STRIDE, mask=rows < N, other=0.0)
         scale = scale.to(gl.float32)
@@ -444,7 +450,7 @@ def places_of_sums(
     start, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """Returns the offsets at which the sums [ROWS, start : start + COLUMNS] of a tile of BLOCK_T
-    tokens are stored. The pairs of numbers of a warp's threads are adjacent."""
+    tokens are stored. The threads of a warp store their pairs of numbers next to each other."""
     r = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
     t = start + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
     return (r % 16 // 8 * (BLOCK_T // 8) + t // 8) * 256 + ((r // 16 * 32 + r % 8 * 4) * 2 + t % 8)
@@ -455,8 +461,8 @@ def multiply_tiles(
     CONSUMER: gl.constexpr, x_tiles, word_tiles, full, empty, handed, scale_ptr, zero_ptr, bias_ptr,
     factor_ptr, residual_ptr, residual_desc, out_desc, out_tiles, workspace_ptr, counters_ptr,
     whole, num_tiles, tiles_t, N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr,
-    UNIT: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr, LOOKUP: gl.constexpr,
-    PER: gl.constexpr,
+    UNIT: gl.constexpr, SPAN: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr,
+    LOOKUP: gl.constexpr, PER: gl.constexpr,
     ORDER: gl.constexpr, SIGNED: gl.constexpr, ZERO_POINT: gl.constexpr,
     PACKED_ZEROS: gl.constexpr, SCALED: gl.constexpr, EXACT: gl.constexpr,
     UNIT_OF_CODES: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
@@ -468,11 +474,12 @@ def multiply_tiles(
 ):  # fmt: skip
     """Computes ROWS rows of each tile.
 
-    CONSUMER: which half of the tile's rows this consumer computes; if PAIRED, which of the two
+    CONSUMER: which half of the tile's rows this consumer computes or, if PAIRED, which of the two
     weights it multiplies. ACTIVATED: how many consumers apply the activation.
     """
     CHUNK: gl.constexpr = 64
     STEPS: gl.constexpr = UNIT // BLOCK_K
+    SPANS: gl.constexpr = UNIT // SPAN
     HAS_ZEROS: gl.constexpr = zero_ptr is not None
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
@@ -491,7 +498,7 @@ def multiply_tiles(
         first_row = row_tile * BLOCK_N + CONSUMER * (BLOCK_N - ROWS)
         rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, BLOCKS))
         scale, zero = load_blocks(
-            scale_ptr, zero_ptr, rows, first, N, K, UNIT, GROUPS, SCALE_ROWS, SCALE_COLUMNS,
+            scale_ptr, zero_ptr, rows, first * SPANS, N, K, SPAN, GROUPS, SCALE_ROWS, SCALE_COLUMNS,
             SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE,
             PACKED_ZEROS, ORDER, BLOCKS,
         )  # fmt: skip
@@ -505,13 +512,15 @@ def multiply_tiles(
             EXACT, GROUPS, ROWS, BLOCK_K, OPERAND,
         )  # fmt: skip
         for unit in range(first, last):
-            # Load the scales of the next unit. After the last unit, the loaded scales are not used.
-            scale, zero = load_blocks(
-                scale_ptr, zero_ptr, rows, unit + 1, N, K, UNIT, GROUPS, SCALE_ROWS, SCALE_COLUMNS,
-                SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE,
-                PACKED_ZEROS, ORDER, BLOCKS,
-            )  # fmt: skip
             for part in gl.static_range(STEPS):
+                # Load the next scales. After the last unit, the loaded scales are not used.
+                if part % (STEPS // SPANS) == 0:
+                    scale, zero = load_blocks(
+                        scale_ptr, zero_ptr, rows, unit * SPANS + part // (STEPS // SPANS) + 1, N,
+                        K, SPAN, GROUPS, SCALE_ROWS, SCALE_COLUMNS, SCALE_ROW_STRIDE,
+                        SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE, PACKED_ZEROS,
+                        ORDER, BLOCKS,
+                    )  # fmt: skip
                 stage = step % STAGES
                 flying = warpgroup_mma(
                     weight, x_tiles.index(stage).permute((1, 0)), total, is_async=True
@@ -519,6 +528,7 @@ def multiply_tiles(
                 more = part < STEPS - 1
                 if part == STEPS - 1:
                     more = unit < last - 1
+                if (part + 1) % (STEPS // SPANS) == 0:
                     high, low, zeros = factors_of(scale, zero, UNIT_OF_CODES, HAS_ZEROS, ZERO_POINT)
                 step += 1
                 mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1, pred=more)
@@ -530,7 +540,7 @@ def multiply_tiles(
                 total = warpgroup_mma_wait(0, [flying])
                 mbarrier.arrive(empty.index(stage))
             if residual_ptr is not None:  # noqa: SIM102
-                # The results of the previous tile have been copied out of this memory by now.
+                # Wait until the results of the previous tile have been copied out of this memory.
                 if unit == first and last - first == UNITS:
                     tma.store_wait(0)
                     barrier()
@@ -584,7 +594,7 @@ def multiply_tiles(
                 store_tile(out_desc, [token_tile * BLOCK_T, first_row], out)
         elif workspace_ptr is not None:
             # Store the sums of a part of K. A program has two places for such sums: one for the
-            # tile in which its range begins, and one for the tile after it.
+            # tile in which its range of units begins, and one for the next tile.
             split = tile - whole
             mine = (gl.program_id(0) * 2 + number - count) * 2 + CONSUMER
             places = places_of_sums(0, ROWS, BLOCK_T, BLOCK_T, PRODUCT)
@@ -644,31 +654,33 @@ def mixed_linear(
     SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, SCALE_ROW_STRIDE: gl.constexpr,
     SCALE_COLUMN_STRIDE: gl.constexpr, ZERO_ROW_STRIDE: gl.constexpr,
     ZERO_COLUMN_STRIDE: gl.constexpr, SCALE: gl.constexpr, UNIT: gl.constexpr,
-    ACTIVATION: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    SPAN: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """Computes out [T, N] = residual + activation(SCALE * (x @ weight^T * factor + bias)) for x in
     bfloat16. If there is an up weight, the activated product is multiplied by SCALE * (x @
     up_weight^T * up_factor + up_bias).
 
     Grid (PROGRAMS,), with one program for each multiprocessor. A program computes whole tiles of
-    128 rows, or of 64 rows of both weights. If SPLIT, all programs share the last tiles, which are
-    too few to give each program a tile; the parts of such a tile are added in a fixed order.
+    128 rows or, if there is an up weight, of 64 rows of both weights. The last tiles may be too few
+    to give each program one. If SPLIT, all programs share these last tiles, and the parts of such a
+    tile are added in a fixed order.
 
     weight [N, K / PER] has 32-bit words of PER codes. (code - zero) * scale is rounded to bfloat16,
     and the products are summed in fp32.
 
     Args:
         CODES: The kind of codes: "nibbles", "bytes", "e4m3", "e2m1" or "table".
-        LOOKUP: For "table", the assembly that looks up the numbers of a pair of codes and
+        LOOKUP: For "table", the assembly that looks up the numbers of two pairs of codes and
             multiplies them by their scales.
         UNIT_OF_CODES: The number that a decoded 1 stands for.
         ORDER: Which nibble of a word holds each code; one hexadecimal digit for each code.
         ZERO_POINT: The constant part of the zero, plus 128 if bytes are SIGNED.
-        SCALED: Each code is multiplied by its scale. If not SCALED, each row has one scale, which
+        SCALED: Whether each code is multiplied by its scale. If not, each row has one scale, which
             multiplies the sums of the row.
-        EXACT: bfloat16 represents the scales exactly.
-        UNIT: The number of columns whose scales are loaded together.
+        EXACT: Whether bfloat16 represents the scales exactly.
+        UNIT: The number of columns of an iteration of the loop over K.
+        SPAN: The number of columns whose scales are loaded together.
     """
     ROWS: gl.constexpr = 64
     PAIRED: gl.constexpr = up_weight_ptr is not None
@@ -721,7 +733,7 @@ def mixed_linear(
             (multiply_tiles, (
                 0, x_tiles, word_tiles, full, empty, handed, scale_ptr, zero_ptr, bias_ptr,
                 factor_ptr, residual_ptr, residual_desc, out_desc, out_tiles, workspace_ptr,
-                counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS, UNIT, GROUPS, CODES,
+                counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS, UNIT, SPAN, GROUPS, CODES,
                 LOOKUP, PER, ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED, EXACT, UNIT_OF_CODES,
                 SCALE_ROWS, SCALE_COLUMNS, SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE,
                 ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE, ACTIVATION, ACTIVATED, PAIRED, ROWS,
@@ -732,8 +744,8 @@ def mixed_linear(
                 up_zero_ptr if PAIRED else zero_ptr, up_bias_ptr if PAIRED else bias_ptr,
                 up_factor_ptr if PAIRED else factor_ptr, residual_ptr, residual_desc, out_desc,
                 out_tiles, workspace_ptr, counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS,
-                UNIT, GROUPS, CODES, LOOKUP, PER, ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED,
-                EXACT, UNIT_OF_CODES, SCALE_ROWS, SCALE_COLUMNS, SCALE_ROW_STRIDE,
+                UNIT, SPAN, GROUPS, CODES, LOOKUP, PER, ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS,
+                SCALED, EXACT, UNIT_OF_CODES, SCALE_ROWS, SCALE_COLUMNS, SCALE_ROW_STRIDE,
                 SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE,
                 ACTIVATION, ACTIVATED, PAIRED, ROWS, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, GROUP,
                 PROGRAMS,

@@ -1,4 +1,5 @@
-"""Rounds rows to float8 codes and computes their scales, after an optional norm or activation."""
+"""Rounds rows to float8 codes and computes the scales of the codes, after an optional norm or
+activation."""
 
 import triton
 import triton.language as tl
@@ -62,8 +63,8 @@ def round_rows(
         own += tl.program_id(1) * WIDTH
     row_columns = tl.arange(0, ROW)
     if LAUNCH_PDL:
-        # The next kernel may start now: before it waits for this kernel, it only prefetches its
-        # weights.
+        # Allow the next kernel to start now. The next kernel only prefetches its own weights before
+        # it waits for this kernel.
         tl.extra.cuda.gdc_launch_dependents()
         if norm_weight_ptr is not None and NORM_LINE > 0:
             LINES: tl.constexpr = ROW // NORM_LINE
@@ -79,7 +80,7 @@ def round_rows(
     if WHOLE and not ALONE:
         whole = load_numbers(x_row, up_row, row_columns, K, ACTIVATION)
     if NORM:
-        # Load the factors before the sum, because the sum waits for all threads.
+        # Load the norm's factors before the sum, because the sum waits for all threads.
         factors = load_factors(norm_weight_ptr, own, K, NORM_STRIDE, NORM_OFFSET)
         row_factors = factors
         if GROUP == 0 and COMPUTED and not ALONE:

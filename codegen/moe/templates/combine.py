@@ -1,5 +1,5 @@
-"""The combine step of a mixture of experts: multiplies each token's rows by weights and sums them
-in order."""
+"""Computes the combine step of a mixture of experts: multiplies each token's rows by weights, and
+sums the products in the order of the slots."""
 
 import triton
 import triton.language as tl
@@ -12,8 +12,8 @@ def moe_combine(
     WEIGHT_STRIDES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """The combine step of a mixture of experts: out [T, HIDDEN] = sum over slots of weights [T, S]
-    * y [T * S, HIDDEN], in fp32.
+    """Computes the combine step of a mixture of experts: out [T, HIDDEN] = sum over slots of
+    weights [T, S] * y [T * S, HIDDEN], in fp32.
 
     Grid (cdiv(T, BLOCK_T), cdiv(HIDDEN, BLOCK_H)). A slot without an expert adds nothing, because
     its row of y was never written.

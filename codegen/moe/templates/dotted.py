@@ -106,8 +106,8 @@ def load_x(
 
 @triton.jit
 def factors_of_x(x, INTEGERS: tl.constexpr, BYTES: tl.constexpr, RUN: tl.constexpr):
-    """Returns the factors by which `add_sums` multiplies weights. If INTEGERS, it returns the
-    result of `parts_of_x`, else x itself and the powers 1."""
+    """Returns the factors by which `add_sums` multiplies weights. If INTEGERS, these are the result
+    of `parts_of_x`. If not, they are x itself and powers that are 1."""
     if INTEGERS:
         return parts_of_x(x, RUN, False, False, BYTES)
     else:
@@ -169,9 +169,9 @@ def moe_up_dotted(
     Args:
         up_weight: If it is None, the activation is not gated.
         SCALE_BLOCK: How many rows and columns share a scale.
-        RUN: How many words share a sum, and a scale.
-        INTEGERS: Whether 4-bit codes are multiplied as integers, minus ZERO, or as BYTES
-            (`code_sums`). If not, words hold float8 (e4m3) or 16-bit numbers.
+        RUN: How many words share a sum and a scale.
+        INTEGERS: Whether words hold 4-bit codes, which `code_sums` multiplies as integers minus
+            ZERO or as the numbers in BYTES. If not, words hold float8 (e4m3) or 16-bit numbers.
         CODED: Whether x is rounded to e4m3 codes with a scale for each GROUP columns.
         LETS_IN: Whether the next kernel may start early.
     """

@@ -75,16 +75,16 @@ def moe_up(
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes the gate and up projections of a mixture of experts: hidden [routes, INNER] =
-    activation(x @ Wgate^T) * (x @ Wup^T). Rows of x are gathered by route, and the weights are the
-    weights of the route's expert.
+    activation(x @ Wgate^T) * (x @ Wup^T). Rows of x are gathered by route, and each route is
+    multiplied by the weights of its expert.
 
     The grid may have any size. A tile has BLOCK_M routes and BLOCK_N columns of hidden.
 
     Args:
         weight: The rows of gate and up. If they are INTERLEAVED, row 2i belongs to gate and row 2i
             + 1 to up. If not, up is `distance` elements after gate. There is no up if not GATED.
-        UP_FIRST: Gate and up change places in both layouts.
-        ROW_STRIDE: The number of elements between rows; if N_MAJOR, between columns of K.
+        UP_FIRST: Whether gate and up change places, in both layouts.
+        ROW_STRIDE: The number of elements between rows or, if N_MAJOR, between columns of K.
         FORMAT: "dense", or a quantised format with PER_BYTE weights in each element, in which K is
             the contiguous dimension.
         SEARCH_STEPS: As in `searched_place`; not 0 if warps are specialised.

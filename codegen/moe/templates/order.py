@@ -1,9 +1,9 @@
-"""Sorts routes by expert with a counting sort, in one launch for few routes and in three launches
-for many.
+"""Sorts routes by expert with a counting sort. This takes one launch for few routes, and three
+launches for many routes.
 
 A route is one slot of one token. Its number is `t * S + s`. The routes of an expert keep their
-order, so the result does not depend on the order in which programs run. A route of expert -1 gets
-no place.
+order, so the result does not depend on the order in which programs run. A route with expert -1 is
+left out.
 """
 
 import triton
@@ -22,8 +22,8 @@ def moe_count(
     ids_ptr, counts_ptr, num_routes,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Counting sort of routes by expert, step 1 of 3: counts the routes of each expert in each
-    chunk, and stores the numbers to counts [chunks, EXPERTS]. Grid (chunks,)."""
+    """Performs step 1 of 3 of the counting sort of routes by expert: counts the routes of each
+    expert in each chunk, and stores the numbers to counts [chunks, EXPERTS]. Grid (chunks,)."""
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(0)
@@ -39,8 +39,9 @@ def moe_scan(
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNKS_PER_LOAD: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Counting sort of routes by expert, step 2 of 3: replaces each count by the sum of the counts
-    of all earlier chunks, in place. Stores the sums over all chunks to total [EXPERTS].
+    """Performs step 2 of 3 of the counting sort of routes by expert: replaces each count by the sum
+    of the counts of all earlier chunks, in place. Stores the sums over all chunks to total
+    [EXPERTS].
 
     Grid (EXPERTS / BLOCK_E,).
     """
@@ -65,17 +66,18 @@ def moe_order(
     ROUTES_PER_LOAD: tl.constexpr, ROUTES_PER_STEP: tl.constexpr, ROW_BLOCK: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Counting sort of routes by expert, step 3 of 3 or the whole sort. Stores the route at each
-    sorted place to order [routes], and the end of each expert's routes to ends [NUM_EXPERTS].
+    """Performs step 3 of 3 of the counting sort of routes by expert, or the whole sort. Stores the
+    route at each sorted place to order [routes], and the end of each expert's routes to ends
+    [NUM_EXPERTS].
 
     Grid (chunks,).
 
     Args:
         counts, total: The results of `moe_scan`. If they are None, every program counts all routes
             itself.
-        ROW_BLOCK: If it is not 0, ends has NUM_EXPERTS more numbers, which are the numbers of the
-            first block of each expert. A block has ROW_BLOCK rows, and every expert starts a new
-            block.
+        ROW_BLOCK: If ROW_BLOCK is not 0, NUM_EXPERTS more numbers are stored after the ends: for
+            each expert, the number of its first block. A block has ROW_BLOCK rows, and every expert
+            starts a new block.
         EXPERTS: NUM_EXPERTS, rounded up to a power of two.
     """
     if LAUNCH_PDL:

@@ -3,8 +3,8 @@ experts, and returns their weights.
 
 To choose, a program repeatedly takes the largest key. A key is an int32, and keys have the same
 order as the numbers that they stand for. Therefore a warp finds the largest key with one
-instruction, and the lowest column that has this key with another. Among equal experts, the expert
-with the lowest number is chosen. NaN is greater than all numbers, as in torch.topk.
+instruction, and the lowest column that has this key with one more instruction. Among equal experts,
+the expert with the lowest number is chosen. NaN is greater than all numbers, as in torch.topk.
 
 A row of logits has a column for each expert of each group. Groups are padded to a power of two:
 column c belongs to expert c // GROUP * (NUM_EXPERTS // NUM_GROUPS) + c % GROUP.
@@ -44,8 +44,8 @@ def load_logits(
     logits_ptr, bias_ptr, tokens, there, experts, real,
     BIAS_STRIDE: tl.constexpr, SPLITS: tl.constexpr, RUN: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    """Loads logits [tokens, experts]. They are the sum, in this order, of SPLITS parts and the
-    bias.
+    """Loads logits [tokens, experts] and returns their sums: SPLITS parts are added in order, and
+    then the bias.
 
     Each part [RUN, ROW] has the logits of RUN tokens, and the parts of the same tokens are
     adjacent.
@@ -163,7 +163,7 @@ def moe_choose(
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """Chooses experts for a router from logits, and stores weights and ids [num_tokens, NUM_SLOTS].
-    The logits are given whole, or as parts to add.
+    The logits are given whole, or as parts that have to be added.
 
     Grid (cdiv(num_tokens, ROWS),). SCORES: as in the op. BY_LOGITS: whether experts are chosen by
     their logits, because scores have the same order. SPLITS, RUN, ROW: as in `load_logits`.
@@ -200,14 +200,15 @@ def moe_router(
     STAGES: tl.constexpr, CHOOSES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiplies x [num_tokens, HIDDEN] by the weight of a router [NUM_EXPERTS, HIDDEN], chooses
-    experts, and stores their weights and ids [num_tokens, NUM_SLOTS]. If not CHOOSES, it only
-    stores the parts of the logits to the workspace.
+    experts, and stores their weights and ids [num_tokens, NUM_SLOTS]. If not CHOOSES, the kernel
+    only stores the parts of the logits to the workspace.
 
     Grid (cdiv(num_tokens, BLOCK_T) * EXPERT_TILES * SPLITS,). A program multiplies BLOCK_T tokens
-    by BLOCK_E experts over STEPS * BLOCK_K columns. It stores [BLOCK_T, BLOCK_E] of the workspace
-    [token tile, SPLITS, BLOCK_T, EXPERT_TILES * BLOCK_E]. The last program of a tile chooses for
-    its tokens, ROWS tokens at a time. It adds the parts in a fixed order, so the result does not
-    depend on which program was last. WIDENED: whether operands are multiplied as fp32.
+    by BLOCK_E experts over STEPS * BLOCK_K columns. It stores a tile [BLOCK_T, BLOCK_E] to the
+    workspace [token tile, SPLITS, BLOCK_T, EXPERT_TILES * BLOCK_E]. The last program of a token
+    tile chooses experts for the tokens of the tile, ROWS tokens at a time. It adds the parts in a
+    fixed order, so the result does not depend on which program was last. WIDENED: whether operands
+    are multiplied as fp32.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

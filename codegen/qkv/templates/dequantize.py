@@ -2,8 +2,8 @@
 
     w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk] * factor
 
-This is computed in fp32 and rounded once. Nibbles may have any order. Strides and blocks of scales
-may have any size.
+The weight is computed in fp32 and rounded once. Nibbles may have any order. Strides and blocks of
+scales may have any size.
 """
 
 import triton
@@ -56,8 +56,8 @@ def dequantize_weight(
     fp32, rounded once to out's dtype.
 
     Grid (cdiv(NUM_ROWS, BLOCK_R), cdiv(HIDDEN, BLOCK_K)). out is contiguous. The weight is [heads,
-    HEAD_DIM, HIDDEN]. If GROUP is not 0, it has groups of GROUP heads. Its strides (group, head,
-    row, column) count words.
+    HEAD_DIM, HIDDEN]. If GROUP is not 0, the weight has groups of GROUP heads. The strides (group,
+    head, row, column) of the weight count words.
 
     Args:
         PER, PACKED_ROWS: A word has the codes of PER columns or, if PACKED_ROWS, of PER rows.

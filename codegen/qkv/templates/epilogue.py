@@ -1,9 +1,10 @@
-"""The epilogue of a QKV projection: bias, clipping, QK norm, rotary embedding, store.
+"""Computes the epilogue of a QKV projection: bias, clipping, QK norm, rotary embedding and store.
 
 The projection kernels call these functions on their accumulators, and `qkv_epilogue` calls them on
 the q, k and v that a library GEMM has computed. Each head is in two tiles, `low` and `high`, as the
-module `loads` describes. If `head_limit`, a number of heads, is given, a norm covers this many
-heads together. All arithmetic is fp32, and values are rounded only when they are stored.
+module `loads` describes. `head_limit` is a number of heads, or None. If it is given, a norm is
+computed over this many heads together. If not, a norm is computed over each head. All arithmetic is
+fp32, and values are rounded only when they are stored.
 """
 
 import triton
@@ -73,7 +74,7 @@ def norm_heads(
     NORM: tl.constexpr, NORMED: tl.constexpr, V_NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
 ):  # fmt: skip
     """Applies RMSNorm ("rms") or LayerNorm ("layer") to each head. If head_limit is given, applies
-    it to all heads of a kind together.
+    the norm to all heads of a kind together.
 
     NORMED: whether (q, k) have a norm. V_NORMED: whether v has a norm. low_shift, high_shift: the
     norm's bias, which is added last, or None. Dims and heads that are padding are zero and are not
@@ -95,8 +96,8 @@ def norm_heads(
     if V_NORMED:
         normed = normed | (kind == VALUE)
     if NORM == "rms":
-        # Multiply heads that have no norm by 1, which is exact. Only the scales need a select then,
-        # and they are small tensors.
+        # Multiply heads that have no norm by 1, which is exact. Then only the scales need a select,
+        # and scales are small tensors.
         scale = tl.where(normed, scale, 1.0)
         low = low * scale * tl.where(normed, low_norm, 1.0)
         high = high * scale * tl.where(normed, high_norm, 1.0)
@@ -175,8 +176,8 @@ def rotate_and_store(
     """Rotates low and high, fp32 [tokens, heads, pairs]. Applies a norm unless NORM is "none", and
     stores the result to the target of `store_target`.
 
-    A norm here requires whole heads. Each head of k and v is stored to KV_REPEAT heads of the
-    cache.
+    If this function applies a norm, the tiles must have whole heads. Each head of k and v is stored
+    to KV_REPEAT heads of the cache.
     """
     if ROTARY_DIM > 0:
         new_low = low * low_cos.to(tl.float32) - high * low_sin.to(tl.float32)
@@ -280,20 +281,20 @@ def qkv_epilogue(
     V_NORMED: tl.constexpr = False, q_norm_bias_ptr=None, k_norm_bias_ptr=None,
     NORM_BIAS_STRIDES: tl.constexpr = None, SATURATES: tl.constexpr = True,
 ):  # fmt: skip
-    """The epilogue of a QKV projection: applies bias, clipping, QK norm and rotary embedding to q
-    [T, Hq, D] and to k and v [T, Hkv, D], which may have any strides. Stores q to q_out, and k and
-    v to a paged cache.
+    """Computes the epilogue of a QKV projection: applies bias, clipping, QK norm and rotary
+    embedding to q [T, Hq, D] and to k and v [T, Hkv, D], which may have any strides. Stores q to
+    q_out, and k and v to a paged cache.
 
     Grid (cdiv(T, BLOCK_T), heads / HEADS_PER_TILE). Heads are counted over q, then k, then v, and
-    HEADS_PER_TILE divides each of the three numbers. If WHOLE_ROWS, the grid is (cdiv(T, BLOCK_T),
-    number of q, k and v), and HEADS_PER_TILE is a power of two that is at least the largest of the
-    three numbers.
+    HEADS_PER_TILE divides each of the three numbers of heads. If WHOLE_ROWS, the grid is (cdiv(T,
+    BLOCK_T), how many of q, k and v there are), and HEADS_PER_TILE is a power of two that is at
+    least the largest of the three numbers of heads.
 
     q_out [T, Hq, D] is contiguous, and may be q itself. The caches are windows with strides (page,
     slot, head, dim), and the pointers point to the first elements of the windows.
 
     Args:
-        NUM_HEADS, q_ptr: If there is no q, they are 0 and None.
+        NUM_HEADS, q_ptr: If there is no q, NUM_HEADS is 0 and q_ptr is None.
         v_ptr: If there is no v, it is None.
         GATE_RUN: As in `turned_kind`. It is a multiple of HEADS_PER_TILE, and 0 if WHOLE_ROWS.
         BLOCK_P: A power of two that is at least the number of pairs of a head.

@@ -1,9 +1,10 @@
-"""Loads of the epilogue of projected heads: bias, norm weights, rotary tables, cache scales.
+"""Loads the operands of the epilogue of projected heads: bias, norm weights, rotary tables and
+cache scales.
 
-Heads are two tiles, `low` and `high`, of shape [tokens, heads, pairs]. Each tile has one member of
-every rotated pair. Therefore the rotation is elementwise and needs no exchange between threads.
-`pair_dims` returns which head dims form a pair in each rotation style. Dims that are not rotated
-are paired in the same way, so every dim is in exactly one tile.
+Heads are represented by two tiles, `low` and `high`, of shape [tokens, heads, pairs]. Each tile has
+one member of every rotated pair. Therefore the rotation is elementwise and needs no exchange
+between threads. `pair_dims` returns which head dims form a pair in each rotation style. Dims that
+are not rotated are paired in the same way, so every dim is in exactly one tile.
 
 `kind` is QUERY, KEY or VALUE. If `head_limit` is not None, the tile has all heads of its kind,
 padded, and only the first head_limit heads exist.
@@ -17,8 +18,9 @@ from tilewright.codegen.templates.places import KEY, QUERY, VALUE
 
 @triton.jit
 def pair_dims(pairs, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Returns the head dims (low, high) of `pairs`. If INTERLEAVED, they are (2p, 2p + 1). If not,
-    they are PAIR_HALF apart inside each chunk."""
+    """Returns the head dims (low, high) of `pairs`. If INTERLEAVED, the dims of pair p are (2p, 2p
+    + 1). If not, the two dims of a pair are PAIR_HALF apart, inside a chunk of 2 * PAIR_HALF
+    dims."""
     if INTERLEAVED:
         low = 2 * pairs
         high = 2 * pairs + 1
@@ -30,8 +32,8 @@ def pair_dims(pairs, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def output_dims(pairs, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HALVES: tl.constexpr):
-    """Returns the head dims to which rotated pairs are stored. They are HALVES apart if HALVES is
-    not 0."""
+    """Returns the head dims to which rotated pairs are stored. If HALVES is not 0, the two dims of
+    a pair are HALVES apart."""
     low, high = pair_dims(pairs, PAIR_HALF, INTERLEAVED)
     if HALVES > 0:
         low = tl.where(pairs < HALVES, pairs, low)
@@ -76,8 +78,8 @@ def grouped(
 
 @triton.jit
 def token_rows(tokens, STRIDE: tl.constexpr):
-    """Returns the offsets [tokens, 1] of the tokens' rows. They are 64-bit if rows are so long that
-    the offsets of a few tokens exceed 2 ** 31."""
+    """Returns the offsets [tokens, 1] of the tokens' rows. The offsets have 64 bits if rows are so
+    long that the offsets of a few tokens exceed 2 ** 31."""
     if STRIDE > 2**15:
         return tokens[:, None].to(tl.int64) * STRIDE
     else:
@@ -299,8 +301,8 @@ def load_rope(
     high members, whether each pair rotates), each [tokens, 1, pairs].
 
     FULL_WIDTH: whether the tables have a column for each stored dim. If not, they have a column for
-    each pair. The values keep the dtype of the tables: if they were converted to fp32 here, Triton
-    would also change their layout here, and this would wait for the loads.
+    each pair. The values keep the dtype of the tables. If they were converted to fp32 here, Triton
+    would also change their layout here, and this change would wait for the loads.
     """
     pairs = first_pair + tl.arange(0, PAIRS)
     rotates = (pairs < ROTARY_DIM // 2)[None, None, :] & (kind != VALUE)

@@ -2,10 +2,10 @@
 in one kernel for few tokens.
 
 As in `tiled`, every output tile belongs to only one of q, k and v. With few tokens, the kernel
-takes as long as reading the weights takes, so it reads them once. Tokens are on the tensor core's N
-side, which may be as small as 16. Weight rows are on its M side, which must be at least 64 for
-wgmma and tcgen05. A tile may be a slice of a head, but always has both members of a rotated pair. K
-may be split, and its parts are then added in a fixed order.
+takes as long as reading the weights takes, so it reads each weight once. Tokens are on the tensor
+core's N side, which may be as small as 16. Weight rows are on its M side, which must be at least 64
+for wgmma and tcgen05. A tile may be a slice of a head, but always has both members of a rotated
+pair. K may be split, and the sums over its parts are then added in a fixed order.
 
 The weights may also be 4- or 8-bit codes, which are read as they are stored:
 
@@ -18,8 +18,8 @@ The weight itself is never rounded.
 In an operand of a tensor core, each thread holds pairs of columns that are adjacent along K. A
 loaded word, however, gives a thread a longer run of columns. A dot product may go over K in any
 order, as long as both operands have the same order. Therefore the codes of the weight stay in the
-thread that loaded their word, and x, which is the smaller tile, is permuted to the same order, by
-this kernel (`x_in_order`) or by an earlier one (`order_x`).
+thread that loaded their word. x, which is the smaller tile, is permuted to the same order by this
+kernel (`x_in_order`) or by an earlier kernel (`order_x`).
 
 For one token, many small programs multiply the codes without tensor cores (`dotted_rows`).
 """
@@ -90,7 +90,7 @@ def reduce_partials(
     is_last = arrive(counters_ptr + tile, SPLIT_K)
     total = partial
     total_square = square
-    # Store every part whole: the masks `>= 0` are always true.
+    # Store every part whole, with masks (`>= 0`) that are always true.
     if square is None:
         if is_last:
             total = sum_of_parts(parts, offsets, offsets >= 0, ROWS * COLUMNS, SPLIT_K)
@@ -175,14 +175,14 @@ def qkv_projection_swapped(
     RUN: tl.constexpr = 0, LINE: tl.constexpr = 64, ZERO: tl.constexpr = 0,
     FLOATS: tl.constexpr = False, SIGNED: tl.constexpr = False, BYTES: tl.constexpr = (),
 ):  # fmt: skip
-    """QKV projection for few tokens: computes q, k, v = x @ [Wq; Wk; Wv]^T, applies bias, QK norm
-    and rotary embedding, and stores q, and k and v to a paged cache.
+    """Computes a QKV projection for few tokens, q, k, v = x @ [Wq; Wk; Wv]^T. Applies bias, QK norm
+    and rotary embedding. Stores q to the result, and k and v to a paged cache.
 
     Grid ((Hq + 2 Hkv) * TILES_PER_HEAD * SPLIT_K, cdiv(T, BLOCK_T)). A program computes 2 * BLOCK_P
     weight rows for BLOCK_T tokens. BLOCK_P is a power of two that is at least 8, and TILES_PER_HEAD
     * BLOCK_P covers the pairs of a head. A norm requires that TILES_PER_HEAD is 1. If SPLIT_K > 1,
     workspace has fp32 [tiles, SPLIT_K, (2 * BLOCK_P + INPUT_NORM) * BLOCK_T], and counters has an
-    int32 zero for each tile; no other launch uses them.
+    int32 zero for each tile; no other launch uses these counters.
 
     The weights may have any strides (group, head, row, column of K); the first of K_WEIGHT_STRIDES
     and of V_WEIGHT_STRIDES is not used. `qkv_epilogue` explains the arguments that are not
@@ -202,7 +202,8 @@ def qkv_projection_swapped(
     These arguments describe quantised weights. The weights are quantised if there are scales. A
     code then has 8 bits (PER is 1), or PER codes share a word, and the strides of weights count
     words:
-        PACKED_ROWS: The codes of a word belong to PER rows; if not, to PER columns.
+        PACKED_ROWS: Whether the codes of a word belong to PER rows. If not, they belong to PER
+            columns.
         NUMBER: The kind of numbers that codes stand for: "e2m1", or a table
             (`formats.table_words`).
         Q_BLOCK_STRIDES: The strides of (scale row, scale column, zero row, zero column).
@@ -227,9 +228,9 @@ def qkv_projection_swapped(
     first_pair = row_tile % TILES_PER_HEAD * BLOCK_P
     # Rows alternate by eight: the low members of 8 pairs, then their high members. In the layouts
     # of mma and wgmma, one thread holds rows r and r + 8, so the split below moves no data. If
-    # IN_ORDER, rows keep their order in memory. This applies in two cases: the members of an
-    # interleaved pair are already adjacent, or in one word; and for packed rows of whole heads,
-    # alternation would separate adjacent words.
+    # IN_ORDER, rows keep their order in memory. There are two such cases. In the first case, pairs
+    # are interleaved, so their members are already adjacent or in one word. In the second case,
+    # rows are packed and the tile has whole heads, so alternation would separate adjacent words.
     ROWS: tl.constexpr = 2 * BLOCK_P
     rows = tl.arange(0, ROWS)
     CODES: tl.constexpr = q_scale_ptr is not None
@@ -244,7 +245,8 @@ def qkv_projection_swapped(
         )
         dims = tl.where(rows // 8 % 2 == 0, low_dims, high_dims)
     row_mask = dims < HEAD_DIM
-    # Branch on scalar pointers. A select of a tensor of pointers would lose their known alignment.
+    # Branch on scalar pointers, because a select of tensors of pointers would lose the known
+    # alignment.
     if kind == QUERY:
         weight_ptr = q_weight_ptr + grouped(head, GROUP, Q_WEIGHT_STRIDES[0], Q_WEIGHT_STRIDES[1])
         scale_ptr = q_scale_ptr

@@ -1,8 +1,8 @@
 """Computes `q, k, v = x @ [Wq; Wk; Wv]^T` and its epilogue, including the store to a paged cache,
 in one kernel for many tokens.
 
-The weights remain three tensors. Every output tile belongs to only one of q, k and v, so the
-functions of `epilogue` process the accumulator: they apply bias, QK norm and rotary embedding,
+The weights remain three tensors. Every output tile belongs to only one of q, k and v. Therefore the
+functions of `epilogue` can process the accumulator: they apply bias, QK norm and rotary embedding,
 round once, and store the values to q or to the token's slot of the cache. No intermediate result is
 written to global memory. The contiguous dimension of the weights may be K (k-major) or the head dim
 (n-major).
@@ -108,8 +108,8 @@ def qkv_projection(
     V_NORMED: tl.constexpr = False, q_norm_bias_ptr=None, k_norm_bias_ptr=None,
     NORM_BIAS_STRIDES: tl.constexpr = None, SATURATES: tl.constexpr = True,
 ):  # fmt: skip
-    """QKV projection for many tokens: computes q, k, v = x @ [Wq; Wk; Wv]^T, applies bias, QK norm
-    and rotary embedding, and stores q, and k and v to a paged cache.
+    """Computes a QKV projection for many tokens, q, k, v = x @ [Wq; Wk; Wv]^T. Applies bias, QK
+    norm and rotary embedding. Stores q to the result, and k and v to a paged cache.
 
     x is [T, HIDDEN], and weights are [H, D, HIDDEN]. The kernel is persistent, so the grid may have
     any size. `qkv_epilogue` explains the arguments that are not explained here.

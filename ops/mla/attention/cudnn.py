@@ -1,15 +1,15 @@
-"""cuDNN's attention as a way to compute the attention of MLA ops. It needs keys whose unrotated and
-rotated parts are joined in one tensor.
+"""cuDNN's attention as a way to compute the attention of MLA ops. cuDNN needs keys whose unrotated
+and rotated parts are joined in one tensor.
 
-If it is known before the keys are computed that cuDNN will read them, keys and values are computed
-as one joined tensor [keys, H, R + N + V]. The rope columns of a head come first, and the
-up-projection writes the other columns in place. One launch rotates the queries, puts their columns
-into the same order, and writes the rope keys to all heads. In other cases, a separate launch joins
-the parts of the keys.
+In some calls, it is known before the keys are computed that cuDNN will read them. Keys and values
+are then computed as one joined tensor [keys, H, R + N + V]. The rope columns of a head come first,
+and the up-projection writes the other columns in place. One launch rotates the queries, puts their
+columns into the same order, and writes the rope keys to all heads. In other cases, a separate
+launch joins the parts of the keys.
 
-cuDNN is used only if shapes alone determine the mask. It is not used for ragged sequences, because
-their lengths are on the device, and because torch's variable-length form builds a plan at each
-call, which takes 45 ms on an H200.
+cuDNN is used only if shapes alone determine the mask. It is not used for ragged sequences. One
+reason is that their lengths are on the device. The other reason is that torch's variable-length
+form builds a plan at each call, which takes 45 ms on an H200.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ class AttentionCall:
             positions are 0.
         key_starts: The position of the first key of each sequence, int [B]. If it is None, the
             positions are 0.
-        key_lengths: Queries do not attend to keys at this position and later, int [B].
+        key_lengths: The number of keys of each sequence that queries may attend to, int [B].
+            Queries do not attend to keys at later positions.
         query_positions: The position of each query, int [T], [S] or [B, S], instead of
             query_starts.
         mask, window: "none", "causal", "sliding_window" (causal, of the last `window` keys) or
@@ -144,8 +145,8 @@ class AttentionCall:
         return 1 if self.tables is None else max(given(self.tables.cos).shape[0], 1)
 
     def with_queries(self, own: torch.Tensor, turned: torch.Tensor) -> AttentionCall:
-        """Returns the call with these queries. own: their unrotated part. turned: their rotated
-        part, which is ignored if the keys have none."""
+        """Returns the call with these queries. own: the unrotated part of the queries. turned: the
+        rotated part of the queries, which is ignored if the keys have no rotated part."""
         return replace(self, q=own, q_rope=None if self.k_rope is None else turned)
 
     def in_parts(self) -> AttentionCall:
@@ -246,7 +247,7 @@ def query_call(
     """Returns the problem, the rotation and the values of a launch of `mla_query`. The values lack
     the output.
 
-    whole: whether all columns of the queries are written, and not only the rotated ones. joined:
+    whole: whether all columns of the queries are written, and not only the rotated columns. joined:
     the tensor of keys whose rope columns are written; None if there is none.
     """
     q, tables = a.q, a.tables

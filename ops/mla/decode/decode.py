@@ -46,18 +46,19 @@ def reference(a: MlaDecodeArguments) -> torch.Tensor:
 
         q_latent = q_nope @ W_UK[h]                          q's first N columns
         logits = scale * (q_latent | q_rope) @ (latent | rope_keys)^T + attn_mask
-        o_latent = softmax(logits) @ latent                  -inf where the mask hides
+        o_latent = softmax(logits) @ latent
         out = o_latent @ W_UV[h]^T                           rounded to q's dtype
 
-    A quantised weight is dequantised first. With round_latents, each latent is first rounded to
-    e4m3 codes times their scales. Latents that no query attends to are not read.
+    The logit of a hidden key is -inf. A quantised weight is dequantised first. With round_latents,
+    each latent is first rounded to e4m3 codes times their scales. Latents that no query attends to
+    are not read.
     """
     return decode_reference(a)
 
 
 def work(a: MlaDecodeArguments) -> Work:
-    """Returns the Work of a call: reads of latents and rope keys, which are read once for all
-    heads, and the FLOPs of the products of all heads with the up-projection."""
+    """Returns the Work of a call: the reads of latents and rope keys, and the FLOPs of the products
+    of all heads with the up-projection. Latents and rope keys are read once for all heads."""
     token_bytes = sum(t.shape[2] * t.element_size() for t in (a.latent, a.rope_keys))
     sequences, capacity = present_of(a, a.latent)
     (tokens, heads, _), (nope, rope, v_dim) = a.q.shape, widths(a)

@@ -175,11 +175,11 @@ def mla_prefill_branch_fp8(
 ) -> torch.Tensor:
     """Calls the op, which computes the prefill branch of multi-head latent attention, [T, H, V].
 
-    It writes the normalised and rotated latents [T, L + R] of the new tokens to their pages, and
-    attends to all keys of each sequence. buffer_length: the number of rows of the only chunk, or of
-    each chunk, as `mla_prefill_plan` returns them. (If it is a tensor, its values are read, which
-    waits for a GPU.) MlaBranchArguments explains the arguments and options. Raises ArgumentError
-    before anything is written. The op is not differentiable.
+    The op writes the normalised and rotated latents [T, L + R] of the new tokens to their pages,
+    and attends to all keys of each sequence. buffer_length: the number of rows of the only chunk,
+    or of each chunk, as `mla_prefill_plan` returns them. (If buffer_length is a tensor, its values
+    are read, which waits for a GPU.) MlaBranchArguments explains the arguments and options. Raises
+    ArgumentError before anything is written. The op is not differentiable.
     """
     if isinstance(buffer_length, torch.Tensor):
         if buffer_length.is_floating_point() or buffer_length.is_complex():

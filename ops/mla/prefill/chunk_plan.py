@@ -45,8 +45,8 @@ class PlanArguments:
     - `buffer_lengths` [C]: the number of rows that each chunk uses; -1 for chunks that are not
       needed. For a batch without keys, the length of the first chunk is 0.
 
-    If the keys do not fit into max_chunks chunks, the op raises ArgumentError if the lengths are on
-    the CPU, or if they are on a GPU and TILEWRIGHT_DEBUG=1 is set. Otherwise, the last keys are in
+    If the keys do not fit into max_chunks chunks, the op raises ArgumentError. If the lengths are
+    on a GPU, this is checked only with TILEWRIGHT_DEBUG=1. Without this check, the last keys are in
     no chunk.
     """
 

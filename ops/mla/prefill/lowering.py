@@ -203,8 +203,8 @@ def _absorbed(
 
 
 def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
-    """Returns the call with copies of the weight, and of latents that are codes, if TMA cannot read
-    them from their addresses."""
+    """Returns the call. If TMA cannot read the weight from its address, a copy replaces the weight.
+    Latents that are codes are replaced in the same case."""
     if not is_aligned(a.kv_b_weight):
         a = replace(a, kv_b_weight=a.kv_b_weight.clone())
     if a.latent_scale is not None and not is_aligned(given(a.latent)):
@@ -213,9 +213,9 @@ def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
 
 
 def _joins_keys(a: MlaPrefillArguments, chunk: Chunk, target: Target, buffers: Buffers) -> bool:
-    """Whether a call computes keys and values as one joined tensor. This is so if cuDNN computes
-    the attention to all keys at once, there are as many queries as keys, and the queries have to be
-    rotated first."""
+    """Whether a call computes keys and values as one joined tensor. The call does so if cuDNN
+    computes the attention to all keys at once, if there are as many queries as keys, and if the
+    queries have to be rotated first."""
     if chunk.rows != a.q.shape[0] or a.attention_dtype == FP8 or a.positions is not None:
         return False
     if _dense_batch(a, chunk) is None or not rotates_queries(a):

@@ -46,7 +46,7 @@ def reference(a: MlaPrefillArguments) -> torch.Tensor:
         latent, k_rope = norm(latent), rope(k_rope)            of new tokens; rounded and stored
         q = q_nope | rope(q_rope)                              q's first N and last R columns
         k_nope | v = latents of all keys @ kv_b_weight^T       rounded to q's dtype
-        logits = scale * q @ (k_nope | k_rope)^T + attn_mask   -inf where the mask hides
+        logits = scale * q @ (k_nope | k_rope)^T + attn_mask   -inf where a key is hidden
         out = softmax(logits) @ v                              rounded to q's dtype
 
     A step whose arguments are None is omitted. Quantised latents and weights are dequantised first.

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import linear
 
 from tests.agreement import in_float64, relative_error
-from tests.ptx import bf16, bits, executed, halves, numbers, pair
+from tests.ptx import bf16, bits, executed, halves, numbers, pair, results
 from tilewright.codegen.audit import Expectations, check
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.emit.source import find_module
@@ -145,6 +145,9 @@ NEAR = {
     "32 columns of codes of a table": {"weight_format": "nf4", "words": torch.uint8,
                                        "zero_point": 0, "scale_block": (1, 32),
                                        "scale_dtype": torch.float32},
+    "in different bytes": {"weight_format": "nf4", "words": torch.int32, "zero_point": 0,
+                           "scale_block": (1, 64), "scale_dtype": torch.float32,
+                           "nibble_order": AWQ_ORDER},
 }  # fmt: skip
 
 
@@ -270,21 +273,33 @@ def test_floats_of_four_bits():
         assert numbers(made, 1) == (known[code], known[15 - code])
 
 
-@pytest.mark.parametrize("name", ["nf4", "fp4"])
-def test_numbers_of_a_table(name):
-    """Tests every code in both halves of a word, in the order of bitsandbytes: the first of two
-    codes is in the high nibble of a byte. The product with a scale is rounded once."""
+def looked_up(name: str, code: int, scale: float, exact: bool, is_high_first: bool):
+    """Returns four numbers of a table, each times the scale or its half, as the kernel's assembly
+    computes them. The words are made so that the first pair has the code and its complement, and
+    the second pair has them in the other order."""
     rounded, rests, unit = bfloat16_table(name)
-    text = lookup_assembly(rounded, rests)
+    text = lookup_assembly(rounded, rests if exact else (), is_high_first)
+    given = {}
+    for number, one in enumerate((scale, scale / 2)):
+        high = bits(one * unit)
+        given |= {f"_{10 + number}": high * 0x10001}
+        given |= {f"_{12 + number}": bits(one * unit - bf16(high)) * 0x10001}
+    first, second = (code, 15 - code) if is_high_first else (15 - code, code)
+    words = {"_2": (first << 4 | second) << 16, "_4": (second << 4 | first) << 16}
+    made = results(text, 2, **words, _6=0x62, **given)
+    return [number for word in made for number in numbers(word)]
+
+
+@pytest.mark.parametrize("is_high_first", [True, False])
+@pytest.mark.parametrize("name", ["nf4", "fp4"])
+def test_numbers_of_a_table(name, is_high_first):
+    """Tests every code in each place. The product with a scale is rounded once."""
     for code, exponent in product(range(16), range(3)):
         scale = 0.7391 / 3**exponent
-        high = bits(scale * unit)
-        low = bits(scale * unit - bf16(high))
-        word = (code << 4 | (15 - code)) << 16
-        # Byte 6 is byte 2 of the word after the shift, and byte 2 is its low nibble.
-        made = executed(text, _1=word, _3=0x0026, _5=high * 0x10001, _6=low * 0x10001)
-        for found, one in zip(numbers(made), (code, 15 - code), strict=True):
-            wanted = TABLES[name][one] * scale
+        made = looked_up(name, code, scale, True, is_high_first)
+        codes = (code, 15 - code, 15 - code, code)
+        for found, one, factor in zip(made, codes, (1, 1, 0.5, 0.5), strict=True):
+            wanted = TABLES[name][one] * scale * factor
             spacing = 2.0 ** (math.frexp(wanted)[1] - 8)
             assert abs(found - wanted) <= 0.505 * spacing
 
@@ -293,35 +308,42 @@ def test_numbers_of_a_table(name):
 SELECTION = re.search(r"^    even = place.*?(?=^    chosen = )", TEMPLATE, re.MULTILINE | re.DOTALL)
 
 
-def selector(codes: str, order: int, place: int) -> int:
-    """Returns the bytes that the kernel selects for the codes of two columns of a word."""
-    names = {"CODES": codes, "PER": 8, "ORDER": order, "place": place}
-    exec(textwrap.dedent(SELECTION[0]), names)
-    return names["select"]
-
-
 @pytest.mark.parametrize("order", [0x76543210, 0x73625140], ids=["in order", "awq"])
-@pytest.mark.parametrize("name", ["e2m1", "nf4"])
-def test_pairs_are_those_of_their_places_in_a_word(name, order):
-    """Every nibble of a word is different, so another nibble is another number."""
+def test_floats_of_four_bits_are_those_of_their_places_in_a_word(order):
+    """Every nibble of the word is different, so another nibble is another number."""
     nibbles = [3, 14, 9, 1, 12, 7, 5, 10]
     word = sum(nibble << 4 * i for i, nibble in enumerate(nibbles))
+    known = fp4.decode(torch.arange(16), torch.float32)
     for column in range(8):
+        names = {"CODES": "e2m1", "PER": 8, "ORDER": order, "place": column}
+        exec(textwrap.dedent(SELECTION[0]), names)
+        made = executed(assembly("0x01C001C0"), _1=word, _3=names["select"])
         places = (order >> 4 * (column & 6) & 7, order >> 4 * (column | 1) & 7)
-        wanted = [nibbles[place] for place in places]
-        if name == "e2m1":
-            select, known = (
-                selector("e2m1", order, column),
-                fp4.decode(torch.arange(16), torch.float32),
-            )
-            made = executed(assembly("0x01C001C0"), _1=word, _3=select)
-            assert numbers(made, 1) == tuple(known[wanted].tolist())
-        else:
-            rounded, rests, unit = bfloat16_table(name)
-            select, one = selector("table", order, column), bits(unit) * 0x10001
-            text = lookup_assembly(rounded, rests)
-            made = executed(text, _1=word, _3=select, _5=one, _6=0)
-            np.testing.assert_allclose(numbers(made), [TABLES[name][c] for c in wanted], rtol=5e-3)
+        assert numbers(made, 1) == tuple(known[[nibbles[place] for place in places]].tolist())
+
+
+def test_rounded_numbers_of_a_table():
+    """Without the rounding errors, a number of nf4 is rounded before its product with the scale is
+    rounded. The numbers of fp4 are exact."""
+    for name, code in product(TABLES, range(16)):
+        found = looked_up(name, code, 0.7391, False, True)[0]
+        wanted = TABLES[name][code] * 0.7391
+        spacing = 2.0 ** (math.frexp(wanted)[1] - 8)
+        assert abs(found - wanted) <= (0.505 if name == "fp4" else 1.01) * spacing
+
+
+def test_a_table_keeps_its_last_bits_where_the_product_is_the_result():
+    """A residual or an activation follows a rounding of the product in PyTorch, which the kernel
+    does not do. A plain product has no such rounding, so its table is exact."""
+    case = case_of("nf4", 256, 512, 1024)
+    gate = planned(replace(case, activation="silu"), linear_activation)
+    plain = planned(replace(case, activation=""), linear_activation)
+    counts = [
+        dict(spec.constants)["LOOKUP"].count("prmt")
+        for found in (planned(case), gate, plain)
+        for spec in found.specs
+    ]
+    assert counts == [8, 8, 14]
 
 
 def test_a_scale_of_more_digits_is_rounded_once():
