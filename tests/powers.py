@@ -34,36 +34,40 @@ class Powers:
 
     Attributes:
         exponents: The exponent of the scales of each row of the weight.
+        columns: The number of columns of x and of the weight.
     """
 
     dtype: torch.dtype
     step: int
     codes: torch.Tensor = CODES
     exponents: torch.Tensor = EXPONENTS
+    columns: int = SIZE
 
     @property
     def x(self) -> torch.Tensor:
-        """Returns x [codes, SIZE]. Each row has one number, in another block of columns."""
-        x = torch.zeros(len(self.codes), SIZE, dtype=self.dtype)
+        """Returns x [codes, columns]. Each row has one number, in another block of columns."""
+        x = torch.zeros(len(self.codes), self.columns, dtype=self.dtype)
         rows = torch.arange(len(self.codes))
         signs = torch.where(NUMBERS[self.codes] < 0, -1.0, 1.0)
-        columns = BLOCK * (rows % (SIZE // BLOCK)) + self.codes
+        columns = BLOCK * (rows % (self.columns // BLOCK)) + self.codes
         x[rows, columns] = (signs * 2.0**self.step).to(self.dtype)
         return x
 
     @property
     def exact(self) -> torch.Tensor:
-        """The products in float64, [codes, SIZE]. They are not negative."""
-        powers = torch.ldexp(torch.ones(SIZE, dtype=torch.float64), self.exponents - UNIT_EXPONENT)
+        """The products in float64, [codes, rows]. They are not negative."""
+        ones = torch.ones(len(self.exponents), dtype=torch.float64)
+        powers = torch.ldexp(ones, self.exponents - UNIT_EXPONENT)
         powers = torch.where(self.exponents == 255, torch.nan, powers)
         return NUMBERS[self.codes].abs()[:, None] * powers * 2.0**self.step
 
     @property
     def weight(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (packed codes [SIZE, SIZE / 2], scales [SIZE, SIZE / 32]). Column c has the code
-        c % 16."""
-        packed = pack((torch.arange(SIZE) % 16).to(torch.uint8).repeat(SIZE, 1))
-        return packed, self.exponents.to(torch.uint8)[:, None].repeat(1, SIZE // BLOCK)
+        """Returns (packed codes [rows, columns / 2], scales [rows, columns / 32]). Column c has the
+        code c % 16."""
+        codes = (torch.arange(self.columns) % 16).to(torch.uint8)
+        scales = self.exponents.to(torch.uint8)[:, None].repeat(1, self.columns // BLOCK)
+        return pack(codes.repeat(len(self.exponents), 1)), scales
 
     @property
     def finite(self) -> Powers:
@@ -75,10 +79,11 @@ class Powers:
         return f"{str(self.dtype).removeprefix('torch.')} 2^{self.step}"
 
 
-def unit_weight() -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (packed codes, scales) of an identity matrix, as in `Powers.weight`."""
-    codes = torch.eye(SIZE, dtype=torch.uint8) * UNIT_CODE
-    return pack(codes), torch.full((SIZE, SIZE // BLOCK), UNIT_EXPONENT, dtype=torch.uint8)
+def unit_weight(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (packed codes, scales) of a matrix with ones on the diagonal, as in
+    `Powers.weight`."""
+    codes = torch.eye(rows, columns, dtype=torch.uint8) * UNIT_CODE
+    return pack(codes), torch.full((rows, columns // BLOCK), UNIT_EXPONENT, dtype=torch.uint8)
 
 
 POWERS = {

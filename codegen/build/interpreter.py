@@ -27,7 +27,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
-from tilewright.codegen.build import interpreter_speed
+from tilewright.codegen.build import interpreter_replay, interpreter_speed
 
 _FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 _WIDE = {tl.float16: np.float16, tl.float32: np.float32, tl.float64: np.float64}
@@ -63,7 +63,7 @@ def fp8_numbers(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def _is_bf16(handle: TensorHandle) -> bool:
-    return handle.dtype.scalar.is_bf16()
+    return handle.dtype.scalar.name == "bf16"
 
 
 def _widened(handle: TensorHandle) -> TensorHandle:
@@ -82,7 +82,10 @@ def _in_fp32(original: Callable, operands: int) -> Callable:
 
     @functools.wraps(original)
     def method(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> TensorHandle:
-        if not any(_is_bf16(arg) for arg in args[:operands]):
+        for arg in args[:operands]:  # without a generator, which would take longer than the sum
+            if _is_bf16(arg):
+                break
+        else:
             return original(self, *args, **kwargs)
         wide = [_widened(arg) for arg in args[:operands]]
         return _rounded(original(self, *wide, *args[operands:], **kwargs))
@@ -213,16 +216,22 @@ def _retyped(type_: Any, element: tl.dtype) -> Any:
     return tl.block_type(element, list(type_.shape)) if type_.is_block() else element
 
 
-def _scalar_index(original: Callable) -> Callable:
+def _index_and_transpose(original: Callable) -> Callable:
     """Makes `range(tensor)` work. A scalar of the interpreter is an array of one element, and numpy
-    2.4 cannot convert such an array to an integer."""
+    2.4 cannot convert such an array to an integer. Transposes matrices by a call of the builder,
+    which `interpreter_replay` can record."""
 
     @functools.wraps(original)
     def patch(tensor: Any, scope: Any) -> None:
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+        scope.set_attr(tensor, "T", property(_transposed))
 
     return patch
+
+
+def _transposed(matrix: Any) -> Any:
+    return interpreter.interpreter_semantic.permute(matrix, (1, 0))
 
 
 def _call_helper(self: JITFunction | InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
@@ -332,12 +341,17 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (builder, "get_bf16", _get_bf16),
         (builder, "create_inline_asm", _inline),
         (reductions, "apply", _reduction(reductions.apply)),
-        (interpreter, "_patch_lang_tensor", _scalar_index(interpreter._patch_lang_tensor)),
+        (
+            interpreter,
+            "_patch_lang_tensor",
+            _index_and_transpose(interpreter._patch_lang_tensor),
+        ),
         (cuda, "gdc_wait", _nothing_to_wait_for),
         (cuda, "gdc_launch_dependents", _nothing_to_wait_for),
         (JITFunction, "__call__", _call_helper),
         (JITFunction, "__get__", _bind_method),
         (InterpretedFunction, "__call__", _call_helper),
+        (interpreter, "GridExecutor", interpreter_replay.Replaying),
         *interpreter_speed.replacements(),
     ]
     return changes

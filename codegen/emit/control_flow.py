@@ -235,6 +235,8 @@ def _joined(yes: dict[str, Folded], no: dict[str, Folded]) -> dict[str, Folded]:
             survivor = one or other
             if survivor is not None and isinstance(survivor.node, ast.Name):
                 joined[name] = Folded(survivor.node, type_only(survivor.value))
+        elif one is other:
+            joined[name] = one
         elif ast.dump(one.node) != ast.dump(other.node):
             continue  # reading a name with two compile-time values is an error
         elif one.value.literal or one.value == other.value:

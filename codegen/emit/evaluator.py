@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from tilewright.codegen.emit import values
 from tilewright.codegen.emit.control_flow import ControlFlow, assigned_names
@@ -89,7 +90,7 @@ class PartialEvaluator(ControlFlow):
         first = len(self.body)
         scope = Scope(function, runtime_depth=0)
         outer = self.scope
-        assigned = assigned_names(function.node.body)
+        assigned = _assigned(function.node)
         for name, folded, annotation in self._arguments(function, call):
             if folded.value.literal or (_is_simple(folded.node) and name not in assigned):
                 scope.bindings[name] = folded
@@ -164,6 +165,11 @@ class PartialEvaluator(ControlFlow):
         self.body.append(ast.Assign([ast.Name(printed, ast.Store())], copy_of(folded.node)))
         value = values.tensor_of(folded.value)
         scope.bindings[name] = Folded(ast.Name(printed, ast.Load()), value)
+
+
+@lru_cache(maxsize=1024)  # a function is inlined many times, and its tree never changes
+def _assigned(function: ast.FunctionDef) -> set[str]:
+    return assigned_names(function.body)
 
 
 def _is_simple(node: ast.expr) -> bool:

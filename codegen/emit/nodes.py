@@ -11,6 +11,8 @@ Node = TypeVar("Node", bound=ast.AST)
 
 #: The fields of a node that hold texts, or nodes without further content (contexts and operators).
 _NO_NODES = {"arg", "attr", "ctx", "id", "kind", "name", "op", "ops", "type_comment"}
+#: The lists whose parts are not all nodes.
+_MIXED = {"keys", "kw_defaults", "kwd_attrs", "names"}
 
 
 @cache
@@ -28,10 +30,12 @@ def nodes_of(root: ast.AST) -> list[ast.AST]:
     for node in found:  # the list grows during the loop
         for name in _fields(type(node)):  # type: ignore[arg-type]  # a class is hashable
             value = getattr(node, name, None)
-            if isinstance(value, ast.AST):
+            if value.__class__ is list:
+                if name in _MIXED:
+                    value = [part for part in value if isinstance(part, ast.AST)]
+                found += value
+            elif isinstance(value, ast.AST):
                 found.append(value)
-            elif isinstance(value, list):
-                found += [part for part in value if isinstance(part, ast.AST)]
     return found
 
 

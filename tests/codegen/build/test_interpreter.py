@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import FunctionRewriter
 
-from tilewright.codegen.build import interpreter_speed
+from tilewright.codegen.build import interpreter_replay, interpreter_speed
 from tilewright.codegen.build.interpreter import corrected, interpret, round_to_bf16, widen
 
 
@@ -218,3 +218,47 @@ def test_what_is_kept_of_operands_changes_no_bit(monkeypatch):
     assert torch.equal(kept.view(torch.int32), anew.view(torch.int32))
     assert len(kept[0].unique()) > 60
     assert kept[0].isfinite().all()
+
+
+@triton.jit
+def summed(x_ptr, counts_ptr, out_ptr, sum_ptr, N: tl.constexpr):
+    """Adds the first rows of a program's matrix to its row of `out`. If there are more than two, it
+    negates their sum."""
+    program, columns = tl.program_id(0), tl.arange(0, N)
+    count = tl.load(counts_ptr + program)
+    total = tl.zeros((N,), tl.float32)
+    for row in range(count):
+        total += tl.load(x_ptr + (program * N + row) * N + columns)
+    if count > 2:
+        total = -total
+    tl.store(out_ptr + program * N + columns, tl.load(out_ptr + program * N + columns) + total)
+    tl.atomic_add(sum_ptr, tl.sum(total))
+
+
+@pytest.mark.parametrize(
+    ("most", "recorded"),
+    [
+        # Each of the counts 3, 0 and 1 is a branch.
+        pytest.param({}, 3, id="replayed"),
+        pytest.param({"_MOST_BRANCHES": 2}, 2, id="branches"),
+        pytest.param({"_MOST_BRANCHES": 3}, 3, id="a branch that is replayed"),
+        pytest.param({"_MOST_BYTES": 0}, 1, id="bytes"),
+        pytest.param({"_FEWEST_PROGRAMS": 7}, 0, id="programs"),
+    ],
+)
+def test_each_program_computes_its_own_numbers(monkeypatch, most, recorded):
+    """A program that takes another branch writes to memory once."""
+    for name, limit in most.items():
+        monkeypatch.setattr(interpreter_replay, name, limit)
+    runs, run = [], interpreter_replay._Recorder.run
+    monkeypatch.setattr(
+        interpreter_replay._Recorder, "run", lambda *args: (runs.append(args), run(*args))
+    )
+    counts = torch.tensor([3, 0, 3, 1, 0, 3], dtype=torch.int32)
+    x = torch.arange(6 * 16 * 16.0).reshape(6, 16, 16)
+    sums = [x[i, :n].sum(0) * (-1 if n > 2 else 1) for i, n in enumerate(counts.tolist())]
+    out, total = torch.ones(6, 16), torch.zeros(1)
+    interpret(summed)[(6,)](x, counts, out, total, 16)
+    torch.testing.assert_close(out, torch.stack(sums) + 1, rtol=0, atol=0)
+    assert total.item() == torch.stack(sums).sum()
+    assert len(runs) == recorded

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.interpreted import interpret
 from tests.powers import (
+    BLOCK,
     CODES,
+    EXPONENTS,
     POWERS,
-    SIZE,
     STEPS,
     UNIT_EXPONENT,
     Powers,
@@ -36,12 +38,15 @@ def experts(weight):
 def arguments(powers: Powers, *, down: bool) -> FusedMoeArguments:
     """A mixture whose one projection has the given scales, while the other changes nothing. A token
     chooses one expert."""
-    (gate, gate_scale), (last, last_scale) = experts(powers.weight), experts(unit_weight())
+    rows, columns = len(powers.exponents), powers.columns
+    (gate, gate_scale), (last, last_scale) = (
+        experts(weight) for weight in (powers.weight, unit_weight(columns, rows))
+    )
     x = powers.x
     if down:
         (gate, gate_scale), (last, last_scale) = (last, last_scale), (gate, gate_scale)
         # Hidden numbers are not negative.
-        x = x.abs()
+        x = F.pad(x.abs(), (0, rows - columns))
     tokens = len(x)
     return FusedMoeArguments(
         x,
@@ -60,15 +65,28 @@ def arguments(powers: Powers, *, down: bool) -> FusedMoeArguments:
 def check(powers: Powers, kernels, target=SM90, *, down: bool) -> None:
     run = interpret(moe.OP, arguments(powers, down=down), target)
     assert [spec.kernel for spec in run.specs] == kernels
-    assert_defined(run.outcome.result.abs(), powers)
+    assert_defined(run.outcome.result.abs()[:, : len(powers.exponents)], powers)
 
 
-@pytest.mark.parametrize("first", [0, 8])
+# Every 16th exponent, and the largest, whose scales may be infinite or NaN.
+SOME_EXPONENTS = torch.cat([EXPONENTS[::16], EXPONENTS[240:]])
+
+
+@pytest.mark.parametrize(
+    ("codes", "exponents", "columns"),
+    [
+        # The second code lies in another block of columns.
+        pytest.param(CODES[[1, 15]], EXPONENTS, 2 * BLOCK, id="every scale"),
+        pytest.param(CODES[:8], SOME_EXPONENTS, BLOCK, id="codes"),
+        pytest.param(CODES[8:], SOME_EXPONENTS, BLOCK, id="negative codes"),
+    ],
+)
 @pytest.mark.parametrize("name", POWERS)
-def test_dot_products(name, first):
-    """Scales above 2 ** 102 are not infinite where x is small."""
-    powers = POWERS[name]
-    check(replace(powers, codes=powers.codes[first : first + 8]), DOTTED, down=True)
+def test_dot_products(name, codes, exponents, columns):
+    """Scales above 2 ** 102 are not infinite where x is small. The smallest and the largest code
+    are multiplied by every scale, and every code by some scales."""
+    powers = replace(POWERS[name], codes=codes, exponents=exponents, columns=columns)
+    check(powers, DOTTED, down=True)
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 100, 127, 228, 229, 252])
@@ -76,7 +94,7 @@ def test_dot_products_of_gate(exponent):
     """All hidden numbers have the same scale, since dot products round numbers that are much
     smaller than others beside them."""
     step = max(UNIT_EXPONENT - exponent, STEPS[torch.bfloat16][0])
-    powers = Powers(torch.bfloat16, step, CODES[:8], torch.full((SIZE,), exponent))
+    powers = Powers(torch.bfloat16, step, CODES[:8], torch.full((BLOCK,), exponent), 2 * BLOCK)
     check(powers, DOTTED, down=False)
 
 
