@@ -15,8 +15,9 @@ this project.
 The records of the other chips come from data sheets and the CUDA programming guide. Their rates are
 0.88 of the data sheet's memory rate and 0.65 of its dense tensor-core peaks. H200 and B200 reach
 about these fractions. Each record describes one product: sm80 is the A100 (80 GB), sm86 the A10,
-sm89 the L40S, sm90 the H200, sm100 the B200, sm103 the B300, and sm120 the RTX 5090.
-`detect_target` fills in the number of multiprocessors and the memory rate of the present GPU.
+sm89 the L40S, sm90 the H200, sm100 the B200, sm103 the B300, and sm120 the RTX 5090. PRODUCTS has
+the records of other products, which run the same kernels. `detect_target` fills in the number of
+multiprocessors and the memory rate of the present GPU.
 """
 
 from __future__ import annotations
@@ -353,24 +354,73 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 _BY_CAPABILITY = {target.capability: target for target in TARGETS.values()}
 
 
-#: Maps the name of each product to the target that kernels for the product are emitted for.
-PRODUCTS: Mapping[str, str] = MappingProxyType({
-    "b200": "sm100", "gb200": "sm100", "b300": "sm103", "gb300": "sm103", "rtx5090": "sm120",
-    "h100": "sm90", "h200": "sm90", "gh200": "sm90", "l4": "sm89", "l40": "sm89", "l40s": "sm89",
-    "rtx4090": "sm89", "a10": "sm86", "rtx3090": "sm86", "a100": "sm80",
+def _with_rate(target: Target, rate: float, num_sms: int) -> Target:
+    """Returns the record with another memory rate, in bytes/s. num_sms: the number of SMs that
+    share this rate. The result has the record's own number of SMs."""
+    share = rate / num_sms / (target.hbm_bytes_per_s / target.num_sms)
+    flying = round(target.bytes_in_flight_per_sm * share)
+    return replace(target, hbm_bytes_per_s=rate, bytes_in_flight_per_sm=flying)
+
+
+def _product(target: Target, name: str, num_sms: int, memory: float, **changes: Any) -> Target:
+    """Returns the record of another product of a target. memory: the memory rate in the product's
+    data sheet, in bytes/s. changes: other fields."""
+    record = _with_rate(target, _OF_MEMORY * memory, num_sms)
+    return replace(record, product=name, num_sms=num_sms, **changes)
+
+
+#: Maps the name of each product to its record.
+PRODUCTS: Mapping[str, Target] = MappingProxyType({
+    "b200": SM100, "gb200": SM100, "b300": SM103, "gb300": SM103, "rtx5090": SM120,
+    "h200": SM90, "l40s": SM89, "a10": SM86, "a100": SM80,
+    "h100": _product(SM90, "H100", 132, 3.35e12),
+    "gh200": _product(SM90, "GH200 96 GB", 132, 4.0e12),
+    "l4": _product(
+        SM89, "L4", 58, 300e9, l2_bytes=48 * 1024 * 1024,
+        flops=_of_sheet(bf16=121e12, fp32=60e12, fp8=242e12),
+    ),
+    "l40": _product(
+        SM89, "L40", 142, 864e9, flops=_of_sheet(bf16=181e12, fp32=90.5e12, fp8=362e12)
+    ),
+    "rtx4090": _product(
+        SM89, "RTX 4090", 128, 1008e9, l2_bytes=72 * 1024 * 1024,
+        flops=_of_sheet(bf16=165e12, fp32=82.6e12, fp8=330e12),
+    ),
+    "rtx3090": _product(
+        SM86, "RTX 3090", 82, 936e9, flops=_of_sheet(bf16=71e12, fp32=35.6e12)
+    ),
 })  # fmt: skip
 
 
 def find_target(name: object) -> Target | None:
-    """Returns the target with a name as users write it, such as `sm90`, `SM_90a` or `H100`.
+    """Returns the target with a name as users write it, such as `sm90`, `SM_90a` or `H100`. For the
+    name of a product, the result has the rates of this product.
 
     Returns None if the name is unknown.
     """
     if not isinstance(name, str):
         return None
     plain = "".join(character for character in name.lower() if character.isalnum())
-    known = PRODUCTS.get(plain, plain)
-    return TARGETS.get(known) or TARGETS.get(known.removesuffix("a"))
+    return PRODUCTS.get(plain) or TARGETS.get(plain) or TARGETS.get(plain.removesuffix("a"))
+
+
+def key_of(target: Target) -> str:
+    """Returns a name for which :func:`get_target` returns the rates of `target`.
+
+    This is the target's name or the key of a product. The record of a present GPU may equal no
+    product's record. The result then names a product with as many SMs and about the same memory
+    rate (see SAME_RATE), or else the target.
+    """
+    records = {target.name: TARGETS[target.name]} | dict(PRODUCTS)
+    same = [name for name, record in records.items() if record == target]
+    near = [name for name, record in records.items() if _is_near(record, target)]
+    return (*same, *near, target.name)[0]
+
+
+def _is_near(record: Target, target: Target) -> bool:
+    difference = abs(target.hbm_bytes_per_s - record.hbm_bytes_per_s)
+    sizes = (record.name, record.num_sms) == (target.name, target.num_sms)
+    return sizes and difference <= SAME_RATE * record.hbm_bytes_per_s
 
 
 def get_target(name: str) -> Target:
@@ -430,10 +480,5 @@ def _with_properties(target: Target, properties: Any) -> Target:
     rate = _OF_MEMORY * 2 * clock * getattr(properties, "memory_bus_width", 0) / 8
     if not rate or abs(rate / target.hbm_bytes_per_s - 1) <= SAME_RATE:
         rate = target.hbm_bytes_per_s
-    flying = round(target.bytes_in_flight_per_sm * rate / target.hbm_bytes_per_s)
-    return replace(
-        target,
-        num_sms=properties.multi_processor_count,
-        hbm_bytes_per_s=rate,
-        bytes_in_flight_per_sm=flying,
-    )
+    record = _with_rate(target, rate, target.num_sms)
+    return replace(record, num_sms=properties.multi_processor_count)

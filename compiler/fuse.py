@@ -19,7 +19,7 @@ from torch import fx
 
 import tilewright.patterns  # noqa: F401  registers the families
 from tilewright.codegen.names import did_you_mean
-from tilewright.codegen.targets import detect_target, get_target
+from tilewright.codegen.targets import detect_target, get_target, key_of
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.access import call_key
 from tilewright.compiler.dataflow.build import build_view
@@ -340,12 +340,12 @@ def _ask_for_tuning(rewritten: Sequence[Rewritten], options: Options) -> tuple[s
 
 
 def target_name(options: Options) -> str:
-    """Returns the target that the options name. Without one, returns the GPU of this machine, or
-    sm100 if there is no GPU."""
+    """Returns the name of the target or product that the options name. Without one, returns the
+    name of this machine's GPU, or sm100 if there is no GPU."""
     if options.target is not None:
         return options.target
     present = detect_target()
-    return present.name if present is not None else DEFAULT_TARGET
+    return key_of(present) if present is not None else DEFAULT_TARGET
 
 
 def plan(found: Findings, options: Options, done: int = 0) -> tuple[list[Match], list[Miss]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import tilewright.patterns  # noqa: F401  registers the families
 from tilewright.codegen.names import did_you_mean
-from tilewright.codegen.targets import TARGETS, find_target, not_a_target
+from tilewright.codegen.targets import TARGETS, find_target, key_of, not_a_target
 from tilewright.compiler._compat import inductor
 from tilewright.ops.checks import is_on
 from tilewright.patterns.language import CAPTURE, Miss, registered, spoken_for
@@ -153,12 +153,12 @@ def without(options: Options, pattern: str) -> Options:
 
 
 def _target(given: Any) -> str:
-    """Returns the name of the target that `given` means. Raises ValueError for an unknown
-    target."""
+    """Returns the name of the target or product that `given` means, as `key_of` returns it. Raises
+    ValueError for an unknown name."""
     target = find_target(given)
     if target is None:
         raise ValueError(f"options['target']: {not_a_target(given, TARGETS)}")
-    return target.name
+    return key_of(target)
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

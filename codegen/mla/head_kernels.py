@@ -1,9 +1,12 @@
-"""The kernel `head_products`, which multiplies each head of x by the head's own weight."""
+"""The kernels that multiply each head of x by the head's own weight."""
 
 from __future__ import annotations
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.dequantize import tile_constants
+from tilewright.codegen.formats import Quantization
 from tilewright.codegen.kernel import Kernel
+from tilewright.codegen.spec import Constant
 
 # The largest number of tokens for this kernel. For more tokens, a library's GEMM is faster, because
 # it uses the tensor cores better than a kernel that streams weights.
@@ -12,6 +15,9 @@ MOST_TOKENS = 64
 BLOCK_WIDTH = 64
 # The largest number of columns of a step over K.
 BLOCK_K = 64
+# The largest number of columns of a step over K if K counts columns of a weight of codes. A row of
+# such a step has half as many bytes as one of 8-bit codes.
+CODED_BLOCK_K = 128
 
 HEAD_PRODUCTS = Kernel(
     "mla.heads",
@@ -22,6 +28,18 @@ HEAD_PRODUCTS = Kernel(
         "SCALE_STRIDES": (("scale", 0), ("scale", 1)),
     },
     ranges=("num_tokens",),
+    num_stages=3,
+)
+# The same products with a weight of codes, whose tiles the kernel decodes.
+CODED_PRODUCTS = Kernel(
+    "mla.heads",
+    "coded_head_products",
+    {
+        "X_STRIDES": (("x", 0), ("x", 1)),
+        "WEIGHT_STRIDES": (("weight", 0), ("weight", 1)),
+    },
+    ranges=("num_tokens",),
+    unaligned=("factor",),
     num_stages=3,
 )
 
@@ -35,6 +53,18 @@ def scaled_step(block: int, *starts: int) -> int | None:
     """
     steps = (BLOCK_K, BLOCK_K // 2, BLOCK_K // 4)
     return next((n for n in steps if all(size % n == 0 for size in (block, *starts))), None)
+
+
+def coded_constants(q: Quantization, k: int, width: int, *, k_is_row: bool) -> dict[str, Constant]:
+    """Returns the tile sizes of `coded_head_products`, except BLOCK_T, and the constants with which
+    it decodes tiles.
+
+    k, width: the shape of a head's weight. k_is_row: whether K counts rows of the coded weight.
+    """
+    block_k = BLOCK_K if k_is_row or k <= BLOCK_K else CODED_BLOCK_K
+    hidden, columns = (width, BLOCK_WIDTH) if k_is_row else (k, block_k)
+    tile = tile_constants(q, 0, hidden, columns)
+    return {"K_IS_ROW": k_is_row, "BLOCK_W": BLOCK_WIDTH, "BLOCK_K": block_k, **tile}
 
 
 def block_tokens(num_tokens: int) -> int:

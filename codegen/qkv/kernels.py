@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import gcd
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.formats import DOT_LINE, TABLES
+from tilewright.codegen.dequantize import DEQUANTIZE, dequantize_statics
+from tilewright.codegen.formats import DOT_LINE
 from tilewright.codegen.kernel import Kernel, Statics, Strides
 from tilewright.codegen.operand import first_strides
 from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem, tiled_weights
@@ -44,14 +44,6 @@ SWAPPED = Kernel(
 )
 # The same kernel for quantised weights.
 SWAPPED_CODES = replace(SWAPPED, dependent=False)
-# Decodes a quantised weight for a library's GEMM.
-DEQUANTIZE = Kernel(
-    "qkv.dequantize",
-    "dequantize_weight",
-    num_stages=1,
-    unaligned=("factor",),
-    role="decodes codes",
-)
 KERNELS = (EPILOGUE, TILED, SWAPPED, DEQUANTIZE)
 
 # If the kernel normalises x, it prefetches this many columns of each weight row while the previous
@@ -313,35 +305,16 @@ def order_of(problem: QkvProblem, config: SwappedConfig) -> ColumnOrder:
     return column_order(q, problem.hidden, config.block_k, unit)
 
 
-def dequantize_statics(problem: QkvProblem, index: int) -> Statics:
+def decoding_statics(problem: QkvProblem, index: int) -> Statics:
     """Returns the constants of `dequantize_weight` for the weight of q, k or v with this index."""
     q, heads, weight = problem.codes, problem.epilogue, problem.weights[index]
     assert weight is not None
-    columns, number = min(q.block[1], next_power_of_2(problem.hidden)), q.format.number
-    # The tiles are shaped so that both the reads of words and the writes of numbers are contiguous.
-    block_r, block_k = (16, 256) if weight.strides[-1] == 1 else (64, 64)
-    if q.packed_rows:
-        block_r, block_k = 128, 64
-    return Statics(
+    rows = (heads.num_kv_heads if index else heads.num_heads) * heads.head_dim
+    return dequantize_statics(
         q,
-        NUM_ROWS=(heads.num_kv_heads if index else heads.num_heads) * heads.head_dim,
-        HIDDEN=problem.hidden,
-        HEAD_DIM=heads.head_dim,
-        GROUP=0 if index else heads.group,
-        WEIGHT_STRIDES=weight.strides,
-        BLOCK_STRIDES=q.block_strides(index),
-        PER=q.per_word,
-        ORDER=q.order or tuple(range(q.per_word)),
-        SCALE_ROWS=q.block[0],
-        SCALE_COLUMNS=columns,
-        ZERO_ORDER=q.order if len(q.order) == 8 else tuple(range(8)),
-        BLOCK_R=block_r,
-        BLOCK_K=block_k,
-        UNIT=gcd(columns, block_k),
-        **({"NUMBER": TABLES.get(number, number)} if number else {}),
-        **({"ADDED_ZEROS": True} if q.format.added_zeros else {}),
+        index,
+        (rows, problem.hidden),
+        weight.strides,
+        heads.head_dim,
+        0 if index else heads.group,
     )
-
-
-def dequantize_grid(statics: Statics) -> tuple[int, int]:
-    return cdiv(statics.num_rows, statics.block_r), cdiv(statics.hidden, statics.block_k)

@@ -30,7 +30,7 @@ from tilewright.codegen.qkv.kernels import (
     DotsConfig,
     EpilogueConfig,
     TiledConfig,
-    dequantize_statics,
+    decoding_statics,
     epilogue_statics,
     swapped_statics,
     tiled_statics,
@@ -265,7 +265,7 @@ def library_choice(
     elif problem.quantization is not None:
         gemms = f"weights as {problem.number_dtype} numbers, {gemms}"
         there = [index for index, weight in enumerate(problem.weights) if weight is not None]
-        statics += [dequantize_statics(problem, index) for index in there]
+        statics += [decoding_statics(problem, index) for index in there]
     obstacle = swapped_obstacle(problem)
     reason = f"{gemms}, then {config}: {_us(seconds)} {_WORDS[source]}"
     if obstacle is not None:

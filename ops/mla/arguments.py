@@ -10,6 +10,7 @@ import torch
 
 from tilewright.ops.attention.arguments import BatchArguments
 from tilewright.ops.formats.activation_codes import RowRounding
+from tilewright.ops.formats.weight import Weight
 from tilewright.ops.groups import Group
 from tilewright.ops.reference.rope import RopeTables
 from tilewright.ops.schema import SymInt, Written
@@ -283,8 +284,9 @@ class MlaDecodeArguments(BatchArguments, _Width):
     - `block_table` [B, columns]: key j of sequence b is latent[block_table[b, j // S], j % S]. If
       it is None, key j of sequence b is latent[b, j], and P = B.
     - `kv_b_weight` [H * (N + V), L]: for each head, N rows of keys (W_UK) and V = v_dim rows of
-      values (W_UV). It has q's dtype, or is float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L
-      / bk)] and scale_block = [bn, bk]. A float8 weight is dequantised to q's dtype.
+      values (W_UV). It has q's dtype, or has codes.
+    - `weight_format`, `kv_b_scale`, `kv_b_zero`, `kv_b_factor`, `zero_point`, `scale_block`,
+      `nibble_order`: the fields of a Weight of one head of H * (N + V) rows.
     - `v_weight` [H, V, L]: if it is given, it is W_UV, and kv_b_weight is W_UK alone, [H, N, L].
       Both have q's dtype and any strides.
     - `key_lengths`, `positions`, `cache_lengths`, `mask`, `window`, `attn_mask`, `mask_blocks`:
@@ -306,14 +308,26 @@ class MlaDecodeArguments(BatchArguments, _Width):
     kv_b_weight: torch.Tensor
     _: KW_ONLY
     v_weight: torch.Tensor | None = None
+    weight_format: str = "dense"
     kv_b_scale: torch.Tensor | None = None
+    kv_b_zero: torch.Tensor | None = None
+    kv_b_factor: torch.Tensor | None = None
+    zero_point: int = 0
     scale_block: Sequence[int] = ()
+    nibble_order: Sequence[int] = ()
     round_latents: bool = False
     latent_group: int = 0
     latent_zero_scale: float = 0.0
     latent_least: float = 0.0
     latent_least_divisor: float = 0.0
 
+    kv_b = Group(
+        Weight,
+        data="kv_b_weight",
+        scale="kv_b_scale",
+        zero="kv_b_zero",
+        factor="kv_b_factor",
+    )
     latent_rounding = Group(
         RowRounding,
         group="latent_group",
@@ -349,7 +363,7 @@ def rotates_queries(a: MlaPrefillArguments) -> bool:
 
 def widths(a: UpArguments) -> tuple[Any, Any, Any]:
     """Returns N, R and V, the widths of a head's unrotated part, rotated part and values."""
-    shape = a.kv_b_weight.shape
+    shape = a.kv_b.shape if isinstance(a, MlaDecodeArguments) else a.kv_b_weight.shape
     nope = shape[1] if len(shape) == 3 else shape[0] // a.q.shape[1] - a.v_dim
     return nope, a.q.shape[2] - nope, a.v_dim
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.formats import AWQ_ORDER
 from tilewright.ops.attention.cases import AttentionCase
+from tilewright.ops.formats.sample_codes import CodedCase
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,9 @@ class DecodeCase(AttentionCase):
 
     Attributes:
         joined: Whether latents and rope keys are columns of one cache.
-        weight: "dense", "apart" (v_weight is given) or "fp8" (dequantised).
+        weight: "dense", "apart" (v_weight is given) or "fp8" (with a scale for each block).
+        codes: How the weight is stored, if it has codes in another format. The dtype of the values
+            is that of the case.
         rounding: The arguments for a rounding of latents, as pairs of a name and a value. It is
             empty if latents are not rounded.
     """
@@ -148,6 +152,7 @@ class DecodeCase(AttentionCase):
     v_dim: int = 24
     joined: bool = False
     weight: str = "dense"
+    codes: CodedCase | None = None
     rounding: tuple[tuple[str, Any], ...] = ()
 
 
@@ -237,6 +242,13 @@ DECODE_CASES = (
     DecodeCase("decode_odd_widths", rank=40, rope_dim=6, num_heads=20, positions="each"),
     DecodeCase("decode_fp8", weight="fp8", rank=160),
     DecodeCase("decode_weights_apart", weight="apart"),
+    DecodeCase("int4", codes=CodedCase(weight_format="int4_k", scale_block=(1, 32), zero_point=8)),
+    DecodeCase("int4_rows", dtype=torch.float16,
+               codes=CodedCase(weight_format="int4_n", scale_block=(1, 16), nibble_order=AWQ_ORDER,
+                               zeros="packed")),
+    DecodeCase("int8", rank=40, codes=CodedCase(weight_format="int8", scale_block=(1, 40))),
+    DecodeCase("nvfp4", codes=CodedCase(weight_format="nvfp4", scale_block=(1, 16), factor=True,
+                                        words=torch.uint8)),
     DecodeCase("rounded", weight="fp8", rank=256, rounding=_rounded(128, least_divisor=1e-12)),
     DecodeCase("rounded_rows", rank=96, rounding=_rounded(0, zero_scale=2.0**-8)),
     DecodeCase("rounded_pages", pool="paged", joined=True, rank=160, lengths=True, mask="none",

@@ -95,6 +95,8 @@ def up_weight(a: MlaPrefillArguments, compute: torch.dtype) -> torch.Tensor:
 
 def _numbers(a: UpArguments, compute: torch.dtype) -> torch.Tensor:
     """Returns kv_b_weight, dequantised if it has codes."""
+    if isinstance(a, MlaDecodeArguments):
+        return a.kv_b.dequantize(compute)
     if a.kv_b_scale is None:
         return a.kv_b_weight.to(compute)
     block = (a.scale_block[0], a.scale_block[1])

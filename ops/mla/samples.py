@@ -13,6 +13,7 @@ from tilewright.ops.attention.cases import sample_attention
 from tilewright.ops.cache.addressing import SLOT_FORMS
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.formats.sample_codes import CodedCase, sample_codes, sample_factors
 from tilewright.ops.mla.cases import BranchCase, DecodeCase, LatentCase, PrefillCase
 from tilewright.ops.mla.prefill.chunk_plan import cut
 from tilewright.ops.sampling import Sampler, sample_places
@@ -78,7 +79,7 @@ def sample_decode(case: DecodeCase, device: str | torch.device, seed: int) -> di
         "q": sampler.normal(case.num_tokens, case.num_heads, width, dtype=case.dtype),
         "latent": latent,
         "rope_keys": rope_keys,
-        **sample_weight(case, sampler),
+        **_decode_weight(case, sampler),
         "v_dim": case.v_dim,
         "scale": width**-0.5,
         **dict(case.rounding),
@@ -100,6 +101,26 @@ def sample_weight(case: PrefillCase | DecodeCase, sampler: Sampler) -> dict[str,
     if case.weight == "quantized":
         values |= {"quantize_latent": True, "latent_scale_cap": 1200.0}
     return values
+
+
+def _decode_weight(case: DecodeCase, sampler: Sampler) -> dict[str, Any]:
+    if case.codes is None:
+        made = sample_weight(case, sampler)
+        return made | ({"weight_format": "fp8"} if case.weight == "fp8" else {})
+    rows = case.num_heads * (case.nope + case.v_dim)
+    return coded_weight(replace(case.codes, dtype=case.dtype), sampler, rows, case.rank)
+
+
+def coded_weight(codes: CodedCase, sampler: Sampler, rows: int, rank: int) -> dict[str, Any]:
+    """Returns the arguments of `mla_decode` for a weight [rows, rank] of codes."""
+    data, scale, zero = sample_codes(codes, sampler, rows, rank)
+    return {
+        "kv_b_weight": data,
+        "kv_b_scale": scale,
+        "kv_b_zero": None if codes.zeros == "none" else zero,
+        "kv_b_factor": sample_factors(sampler, 1) if codes.factor else None,
+        **codes.format_options,
+    }
 
 
 def sample_branch(case: BranchCase, device: str | torch.device, seed: int) -> dict[str, Any]:

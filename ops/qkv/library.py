@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.dequantize import DEQUANTIZE, dequantize_grid
 from tilewright.codegen.kernel import Statics
-from tilewright.codegen.qkv.kernels import DEQUANTIZE, dequantize_grid
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.activation_codes import scaled_numbers
 from tilewright.ops.formats.weight_rows import WeightRows

@@ -20,7 +20,7 @@ import triton
 from tilewright.codegen.build.cache import cache_dir
 from tilewright.codegen.qkv.plan import LoweringChoice
 from tilewright.codegen.qkv.tune import Case, Machine, bucket, name_of, tuned
-from tilewright.codegen.targets import Target
+from tilewright.codegen.targets import Target, get_target
 from tilewright.ops.contract import get_op
 from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.choices import run
@@ -112,7 +112,7 @@ def device_for(target: str) -> int | None:
         return None
     index = torch.cuda.current_device()
     found = device_target(torch.device("cuda", index))
-    return index if found is not None and found.name == target else None
+    return index if found is not None and found.name == get_target(target).name else None
 
 
 def describe(target: str) -> str:

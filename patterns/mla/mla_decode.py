@@ -44,8 +44,7 @@ from tilewright.patterns.mla.absorbed import (
     taken_of,
 )
 from tilewright.patterns.mla.keys import assembled
-from tilewright.patterns.mla.up_weight import weight_arguments
-from tilewright.patterns.quantised.words import holds_codes
+from tilewright.patterns.mla.up_weight import UpProjection, up_projection
 from tilewright.patterns.recognise.attention import Attention, match_attention, refuse
 from tilewright.patterns.recognise.dtypes import FLOATS, check_dtypes, dtype_name
 from tilewright.patterns.recognise.gemm import piece_of
@@ -85,7 +84,8 @@ class MlaDecode:
         attention = _guarded(attention, columns, nope, anchor, flow)
         taken = taken_of(anchor.result, attention.layout)
         _check_values(attention, columns, taken.columns)
-        arguments = _arguments(attention, columns, nope, anchor, flow)
+        weight = up_projection(anchor.query.weight, anchor.result.weight, flow)
+        arguments = _arguments(attention, columns, nope, anchor, weight)
         ends = (anchor.query.value, anchor.result.value)
         absorbed = (*columns.absorbed, *attention.absorbed, *ends)
         return Match(
@@ -93,7 +93,7 @@ class MlaDecode:
             arguments=arguments,
             results=(_result(anchor.result, attention, taken.layout),),
             absorbed=tuple(dict.fromkeys(absorbed)),
-            facts=_facts(attention, columns, arguments),
+            facts=_facts(attention, columns, arguments, weight),
             scope=common_scope(anchor.query.value.scope, anchor.result.value.scope),
             scratch=(*columns.scratch, *attention.scratch(flow)),
             needs_kernel=True,
@@ -202,13 +202,13 @@ def _check_values(attention: Attention, columns: Columns, first: Size) -> None:
 
 
 def _arguments(
-    attention: Attention, columns: Columns, nope: View, anchor: Absorbed, flow: Dataflow
+    attention: Attention, columns: Columns, nope: View, anchor: Absorbed, weight: UpProjection
 ) -> dict[str, Any]:
     parts = tuple(by_token(part) for part in (nope, columns.q_rope))
     return {
         "q": Computed("cat", (parts, -1)),
         **_keys(columns),
-        **weight_arguments(anchor.query.weight, anchor.result.weight, flow),
+        **weight.arguments,
         "v_dim": anchor.result.sizes[2],
         "scale": attention.scale * columns.factor,
         "num_sequences": attention.queries[0],
@@ -237,7 +237,9 @@ def _result(product: PerHead, attention: Attention, layout: Effect) -> Result:
     return Result(product.value, effects.compose(layout, by_sequence))
 
 
-def _facts(attention: Attention, columns: Columns, arguments: dict[str, Any]) -> dict[str, Any]:
+def _facts(
+    attention: Attention, columns: Columns, arguments: dict[str, Any], weight: UpProjection
+) -> dict[str, Any]:
     _, queries, heads = attention.queries
     latents, v_dim = arguments["latent"], arguments["v_dim"]
     widths = f"({_nope(arguments)}+{columns.rope_keys.shape[-1]})/{v_dim}"
@@ -248,18 +250,9 @@ def _facts(attention: Attention, columns: Columns, arguments: dict[str, Any]) ->
         "keys": size_fact(columns.latents.shape[1]),
         **({"page": size_fact(latents.shape[1])} if "block_table" in arguments else {}),
         "mask": mask_fact(arguments),
-        "weight": _weight_fact(arguments),
+        "weight": weight.form,
         "q": dtype_name(columns.latents.value.dtype),
     }
-
-
-def _weight_fact(arguments: dict[str, Any]) -> str:
-    """Returns how the op gets the weight. "decoded" means that the graph decodes it in each call,
-    because the op takes no such codes."""
-    if "kv_b_scale" in arguments:
-        return "fp8"
-    weight = arguments["kv_b_weight"]
-    return "decoded" if isinstance(weight, View) and holds_codes(weight.value) else "dense"
 
 
 def _nope(arguments: dict[str, Any]) -> Size:

@@ -48,6 +48,7 @@ def absorbed_decode(
         "v_dim": keys.v_dim,
         "scale": attention.scale,
         "num_sequences": attention.queries[0],
+        "weight_format": "fp8",
         "kv_b_scale": keys.scales["kv_b_scale"],
         "scale_block": keys.scales["scale_block"],
         "round_latents": True,

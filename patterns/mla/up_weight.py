@@ -1,11 +1,12 @@
-"""Builds the weight of an up-projection in the form that the op expects. The weight has two halves:
-W_UK [H, N, L] for the keys, and W_UV [H, V, L] for the values.
+"""Builds the weight of an up-projection in the form that `mla_decode` expects. The weight has two
+halves: W_UK [H, N, L] for the keys, and W_UV [H, V, L] for the values.
 
 Dimension letters are explained in `patterns/mla/keys.py`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from tilewright.patterns import effects
@@ -15,21 +16,45 @@ from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Reject
 from tilewright.patterns.quantised import scales
 from tilewright.patterns.quantised.weights import match_weight
+from tilewright.patterns.quantised.words import holds_codes
+
+# The op's arguments for the weight's codes, scale, zero and factor.
+_NAMES = ("kv_b_weight", "kv_b_scale", "kv_b_zero", "kv_b_factor")
 
 
-def weight_arguments(keys: View, values: View, flow: Dataflow) -> dict[str, Any]:
-    """Returns the op's arguments for W_UK [H, N, L] and W_UV [H, L, V], which are given in the form
-    in which the graph multiplies them. If both are rows of one weight, dense or quantised, the
-    argument is this weight. Otherwise, there are two weights."""
+@dataclass(frozen=True)
+class UpProjection:
+    """The weight of an up-projection.
+
+    Attributes:
+        arguments: The arguments of `mla_decode`.
+        form: A few words for reports: "dense", the name of a format, or "decoded" with the miss
+            code of the reason if the graph decodes the weight in each call.
+    """
+
+    arguments: dict[str, Any]
+    form: str
+
+
+def up_projection(keys: View, values: View, flow: Dataflow) -> UpProjection:
+    """Returns the weight of W_UK [H, N, L] and W_UV [H, L, V], which are given in the form in which
+    the graph multiplies them. If both are rows of one weight, dense or quantised, the argument is
+    this weight. Otherwise, there are two weights."""
     values = values.permute(0, 2, 1)
     whole = _joined(keys, values)
+    form = "dense"
     if whole is not None:
-        coded = _codes(whole)
-        if coded is not None:
-            return coded
+        try:
+            if (coded := _codes(whole)) is not None:
+                return coded
+        except (Reject, InexpressibleError) as reason:
+            code = reason.miss.code if isinstance(reason, Reject) else "WEIGHT_FORMAT"
+            form = f"decoded ({code})"
         if _lies_in_rows(whole, flow):
-            return {"kv_b_weight": whole.matrix}
-    return {"kv_b_weight": keys, "v_weight": values}
+            return UpProjection({"kv_b_weight": whole.matrix}, form)
+    elif holds_codes(keys.value):
+        form = "decoded (two weights)"
+    return UpProjection({"kv_b_weight": keys, "v_weight": values}, form)
 
 
 def _joined(keys: View, values: View) -> View | None:
@@ -51,20 +76,16 @@ def _lies_in_rows(whole: View, flow: Dataflow) -> bool:
     return flow.rows_are_dense(whole) and (in_order or len(whole.matrix.effect.dims[0]) == 1)
 
 
-def _codes(whole: View) -> dict[str, Any] | None:
-    """Returns the arguments for 8-bit codes with a scale for each block, if the graph dequantises
-    the weight from them. Returns None if the graph does not dequantise the weight from such codes,
-    or if the op does not support the form of the dequantisation. In both cases, the op gets the
-    dequantised tensor as its weight."""
-    try:
-        codes = match_weight(whole)
-        if codes is None or codes.format != "fp8":
-            return None
-        found = scales.weight_arguments([codes])
-    except (Reject, InexpressibleError):
+def _codes(whole: View) -> UpProjection | None:
+    """Returns the weight as codes, if the graph decodes it from codes. Returns None for a weight
+    that is not decoded.
+
+    Raises Reject or InexpressibleError if the op does not support the form of the codes; the
+    decoded tensor is then the weight.
+    """
+    found = match_weight(whole)
+    if found is None:
         return None
-    return {
-        "kv_b_weight": codes.codes.matrix,
-        "kv_b_scale": found["q_scale"],
-        "scale_block": found["scale_block"],
-    }
+    arguments = scales.weight_arguments([found], [_NAMES])
+    arguments["kv_b_weight"] = found.codes.matrix
+    return UpProjection(arguments, found.format + (" with zeros" if found.zero else ""))

@@ -8,12 +8,14 @@ import pytest
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import (
     INTERPRET,
+    PRODUCTS,
     SM90,
     SM100,
     TARGETS,
     detect_target,
     get_target,
     gpu_targets,
+    key_of,
 )
 
 ARGUMENTS = {
@@ -172,6 +174,34 @@ def test_a_gpu_has_the_memory_rate_of_its_product(clock, width, rate, monkeypatc
     assert found.hbm_bytes_per_s == pytest.approx(rate, rel=1e-3)
     needed = 700e-9 * found.hbm_bytes_per_s / found.num_sms
     assert 0.8 < found.bytes_in_flight_per_sm / needed < 1.3
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_has_its_own_rates(name):
+    """A product has the kernels of its target, and its own rates. Its key names the same rates."""
+    record = get_target(name.upper())
+    assert get_target(key_of(record)) is record
+    needed = 700e-9 * record.hbm_bytes_per_s / record.num_sms
+    assert 0.8 < record.bytes_in_flight_per_sm / needed < 1.3
+    own = {"product", "num_sms", "hbm_bytes_per_s", "bytes_in_flight_per_sm", "flops", "l2_bytes"}
+    changed = dataclasses.asdict(record).items() - dataclasses.asdict(TARGETS[record.name]).items()
+    assert {field for field, _ in changed} <= own
+
+
+def test_no_two_products_have_one_name():
+    """The name of a product says whose rates a report shows."""
+    names = {record.product for record in (*PRODUCTS.values(), *gpu_targets())}
+    assert len(names) == len({id(record) for record in (*PRODUCTS.values(), *gpu_targets())})
+
+
+@pytest.mark.parametrize(("name", "num_sms", "rate", "key"), [
+    ("sm90", 132, 2.95e12, "h100"), ("sm90", 132, 4.3e12, "sm90"),
+    ("sm90", 114, 1.8e12, "sm90"),  # an H100 on PCIe, which has no record
+    ("sm89", 58, 265e9, "l4"), ("sm89", 142, 760e9, "sm89"),
+])  # fmt: skip
+def test_a_gpu_is_named_by_the_product_with_its_rates(name, num_sms, rate, key):
+    present = dataclasses.replace(get_target(name), num_sms=num_sms, hbm_bytes_per_s=rate)
+    assert key_of(present) == key
 
 
 def test_detect_target_agrees_with_torch():

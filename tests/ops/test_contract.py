@@ -163,7 +163,9 @@ OTHERS = {
     "with one more dimension": lambda t: t.unsqueeze(0),
 }
 # Tensors that may have one more dimension.
-OF_ANY_RANK = re.compile("(k|v|latent|rope)_cache|(k|v)(_cache)?_scale|(weight|up)_factor|q_weight")
+OF_ANY_RANK = re.compile(
+    "(k|v|latent|rope)_cache|(k|v)(_cache)?_scale|(weight|up|kv_b)_factor|q_weight"
+)
 # The only tensors of some calls. Such a call has no other device.
 MAY_BE_ALONE = ("mask_blocks.attn_mask", "quantize_nvfp4.x", "round_rows.x")
 

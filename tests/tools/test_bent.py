@@ -189,9 +189,11 @@ def test_a_variable_of_the_cache_is_named(variable, given, words, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("product", "name"), [("h100", "sm90"), ("H200", "sm90"), ("B200", "sm100"), ("SM_90a", "sm90")]
+    ("product", "name"),
+    [("H-100", "h100"), ("H200", "sm90"), ("B200", "sm100"), ("SM_90a", "sm90")],
 )
 def test_a_product_names_its_target(product, name):
+    """A product has a name of its own only if its rates are not those of its target."""
     assert Options.of({"target": product}).target == name
 
 

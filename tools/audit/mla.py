@@ -15,6 +15,7 @@ import torch
 
 from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.audit import Expectations
+from tilewright.codegen.formats import AWQ_ORDER
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.paged_cache import CacheWindow
@@ -53,6 +54,57 @@ DECODES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("4 tokens", 4, {}),
     ("pages, an engine's step", 4, {"page_size": 256, "ragged": True}),
 )
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A format of a decode step's weight.
+
+    Attributes:
+        format, block, zero_point, nibble_order: The fields of `Weight`.
+        stored, scale: The dtypes of codes and of scales.
+        per: The codes of a stored element along (rows, columns).
+        zeros: Whether there are zeros, eight in a word.
+    """
+
+    format: str
+    block: tuple[int, int]
+    stored: torch.dtype = torch.int32
+    scale: torch.dtype = torch.bfloat16
+    per: tuple[int, int] = (1, 8)
+    zeros: bool = False
+    zero_point: int = 0
+    nibble_order: tuple[int, ...] = ()
+
+    def of(self, a: MlaDecodeArguments) -> MlaDecodeArguments:
+        """Returns the call with a weight of this format."""
+        rows, rank = a.kv_b_weight.shape
+        block_rows, block_columns = self.block
+        grid = cdiv(rows, block_rows), cdiv(rank, block_columns)
+        zero = meta(grid[0] // 8, grid[1], dtype=torch.int32) if self.zeros else None
+        return replace(
+            a,
+            kv_b_weight=meta(rows // self.per[0], rank // self.per[1], dtype=self.stored),
+            kv_b_scale=meta(*grid, dtype=self.scale),
+            kv_b_zero=zero,
+            weight_format=self.format,
+            scale_block=self.block,
+            zero_point=self.zero_point,
+            nibble_order=self.nibble_order,
+        )
+
+
+CODES = {
+    "codes": Codes("fp8", (128, 128), FP8, torch.float32, (1, 1)),
+    "int4": Codes("int4_k", (1, 128), zero_point=8),
+    "int4 of AWQ": Codes("int4_n", (1, 128), per=(8, 1), zeros=True, nibble_order=AWQ_ORDER),
+    "int8": Codes("int8", (1, 1 << 20), torch.int8, per=(1, 1)),
+    "nvfp4": Codes("nvfp4", (1, 16), torch.uint8, FP8, (1, 2)),
+    "mxfp4": Codes("mxfp4", (1, 32), torch.uint8, torch.uint8, (1, 2)),
+    "nf4": Codes("nf4", (1, 64), torch.uint8, torch.float32, (1, 2), nibble_order=(1, 0)),
+}
+# The formats that are audited for each model. For the first model, all are.
+COMMON_CODES = ("codes", "int4")
 # The bytes of stack that a decode kernel may use. ptxas runs out of registers, and spills addresses
 # of shared memory that are constant in loops.
 DECODE_STACK = 64
@@ -168,19 +220,15 @@ def _decode_cases(target: Target) -> Iterator[AuditCase]:
                 elif spec.kernel == "head_products":
                     claims = Expectations(mma="bf16")
                     yield AuditCase(f"mla heads {model.name}, {name}", spec, claims)
-        coded = decode.OP.plan_for(_with_codes(_decode_call(model, 1)), target.name)
-        for spec in coded.specs:
-            if spec.kernel == "head_products":
-                claims = Expectations(mma="bf16", fresh_sums_reason=SCALED_SUMS_REASON)
-                yield AuditCase(f"mla heads {model.name}, codes", spec, claims)
-
-
-def _with_codes(a: MlaDecodeArguments) -> MlaDecodeArguments:
-    """Returns the call with a weight of float8 codes, in blocks of 128."""
-    rows, rank = a.kv_b_weight.shape
-    scale = meta(cdiv(rows, 128), cdiv(rank, 128), dtype=torch.float32)
-    codes = meta(rows, rank, dtype=FP8)
-    return replace(a, kv_b_weight=codes, kv_b_scale=scale, scale_block=(128, 128))
+        for name in CODES if model is DECODED[0] else COMMON_CODES:
+            a = CODES[name].of(_decode_call(model, 1))
+            for spec in decode.OP.plan_for(a, target.name).specs:
+                if spec.kernel == "head_products":
+                    claims = Expectations(mma="bf16", fresh_sums_reason=SCALED_SUMS_REASON)
+                    yield AuditCase(f"mla heads {model.name}, {name}", spec, claims)
+                elif spec.kernel == "coded_head_products":
+                    claims = Expectations(mma="bf16")
+                    yield AuditCase(f"mla heads {model.name}, {name}", spec, claims)
 
 
 def _decode_call(

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tilewright.codegen.targets import find_target, gpu_targets
+from tilewright.codegen.targets import find_target, gpu_targets, key_of
 from tilewright.tools.zoo import FORMS_OF_A_MODEL, ZOO, ModelError
 
 FAILED = 1
@@ -45,10 +45,10 @@ DynamicOption = Annotated[
 
 
 def target_name(given: str | None) -> str | None:
-    """Returns the name of the target for which `given` stands. `given` may be the name of a target
-    or of a product. Returns any other name, and None, unchanged."""
+    """Returns the name of the target or product that `given` means, as `key_of` returns it. Returns
+    an unknown name, and None, unchanged."""
     target = find_target(given)
-    return given if target is None else target.name
+    return given if target is None else key_of(target)
 
 
 TARGETS_HELP = f"{', '.join(t.name for t in gpu_targets())}, or a product, such as h100"

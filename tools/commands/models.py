@@ -20,7 +20,7 @@ from rich.progress import (
 )
 
 from tilewright.codegen.names import did_you_mean
-from tilewright.codegen.targets import PRODUCTS, gpu_targets
+from tilewright.codegen.targets import PRODUCTS, find_target, gpu_targets
 from tilewright.compiler import Kernel, Lowered, lower
 from tilewright.patterns.language import registered
 from tilewright.tools.commands.common import Chosen, CommandError, users_code
@@ -149,7 +149,8 @@ def load_and_lower_engine(
 
 def check_target(name: str) -> None:
     known = [target.name for target in gpu_targets()]
-    if name not in known:
+    found = find_target(name)
+    if found is None or not found.is_gpu:
         near = did_you_mean(name, (*known, *PRODUCTS))
         raise CommandError(f"--target: expected one of {', '.join(known)}, got {name!r}{near}")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.codegen.targets import detect_target
+from tilewright.codegen.targets import detect_target, key_of
 from tilewright.tools.commands.common import CommandError
 from tilewright.tools.zoo import is_zoo_name
 
@@ -73,9 +73,10 @@ def _target(wanted: Wanted) -> str:
             "--profile needs an NVIDIA GPU, and there is none here; --trace FILE --target NAME "
             "reads a trace that was recorded on another machine"
         )
-    if wanted.target not in (None, chip.name):
-        raise CommandError(f"--target: this GPU is {chip.name}, got {wanted.target!r}")
-    return chip.name
+    present = key_of(chip)
+    if wanted.target not in (None, present, chip.name):
+        raise CommandError(f"--target: this GPU is {present}, got {wanted.target!r}")
+    return present
 
 
 def _options(wanted: Wanted) -> dict[str, Any]:

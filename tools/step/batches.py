@@ -124,6 +124,9 @@ def notes_of(rows: Sequence[BatchRow]) -> Iterator[str]:
         yield f"± {percent} %: {why} (docs/predictions.md)"
     if any(row.hides_caches for row in rows):
         yield "not counted: the tokens in the caches; --present N counts N tokens"
-    chips = [get_target(name) for name in dict.fromkeys(row.target for row in rows)]
-    rates = (f"{one.name} ({one.product}) {one.hbm_bytes_per_s / 1e12:.1f} TB/s" for one in chips)
+    chips = {row.target: get_target(row.target) for row in rows}
+    rates = (
+        f"{name} ({one.product}) {one.hbm_bytes_per_s / 1e12:.1f} TB/s"
+        for name, one in chips.items()
+    )
     yield f"memory rates: {', '.join(rates)}"

@@ -15,13 +15,16 @@ from tilewright.ops.attention.checks import (
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
+    check_device,
+    check_last_dim_dense,
     check_operand,
+    check_tensor,
     holds,
     in_words_of,
     shape_text,
 )
 from tilewright.ops.mla.arguments import MlaDecodeArguments, widths
-from tilewright.ops.mla.checks import check_heads, check_weight, refuse_scale
+from tilewright.ops.mla.checks import check_heads, check_rows
 
 # Arguments that have another name in `cache_attention`.
 OWN_NAMES = {"k": "latent"}
@@ -31,8 +34,9 @@ MAX_ROPE = 128
 def check_decode(op: str, a: MlaDecodeArguments) -> None:
     """Checks an MlaDecodeArguments. Reads only metadata. Raises ArgumentError."""
     check_operand(op, "q", a.q, "[T, H, N + R]", (None, None, None), FLOAT_DTYPES, dense=True)
-    rope_dim = check_weight(op, a) if a.v_weight is None else _check_halves(op, a)
-    dtypes, device, rank = (a.q.dtype,), a.q.device, a.kv_b_weight.shape[-1]
+    a.kv_b.check_format(op)
+    rope_dim = _check_whole(op, a) if a.v_weight is None else _check_halves(op, a)
+    dtypes, device, rank = (a.q.dtype,), a.q.device, a.kv_b.shape[-1]
     form = "[P, S, L]", (None, None, rank), dtypes, device
     check_operand(op, "latent", a.latent, *form, dense=True)
     form = "[P, S, R]", (*a.latent.shape[:2], rope_dim), dtypes, device
@@ -43,9 +47,26 @@ def check_decode(op: str, a: MlaDecodeArguments) -> None:
         check_batch(op, as_attention(a, a.q, a.latent))
 
 
+def _check_whole(op: str, a: MlaDecodeArguments) -> Any:
+    """Checks the weight of an up-projection that is given as one tensor of numbers or codes.
+    Returns R."""
+    weight, device = a.kv_b, a.q.device
+    check_tensor(op, "kv_b_weight", weight.data)
+    weight.check_dtype(op, a.q.dtype)
+    weight.check_shape(op, "[H * (N + V), L]", (None, None))
+    check_device(op, "kv_b_weight", weight.data, device)
+    if not weight.is_coded:
+        check_last_dim_dense(op, "kv_b_weight", weight.data)
+    check_rows(op, a, weight.shape)
+    weight.check_blocks(op, device)
+    return widths(a)[1]
+
+
 def _check_halves(op: str, a: MlaDecodeArguments) -> Any:
     """Checks the weights of an up-projection that is given as two tensors, [H, N, L] and [H, V, L].
     Returns R."""
+    if a.kv_b.is_coded:
+        raise ArgumentError(op, "weight_format", "dense, since v_weight is given", a.weight_format)
     heads, width = a.q.shape[1:]
     dtypes, device = (a.q.dtype,), a.q.device
     sizes: tuple[Any, ...] = (heads, None, None)
@@ -57,7 +78,7 @@ def _check_halves(op: str, a: MlaDecodeArguments) -> Any:
     if not (holds(nope >= 1) and holds(nope < width)):
         expected = f"0 < N < {width} rows of each head"
         raise ArgumentError(op, "kv_b_weight", expected, f"shape {shape_text(a.kv_b_weight.shape)}")
-    refuse_scale(op, a)
+    a.kv_b.check_blocks(op, device)
     return widths(a)[1]
 
 

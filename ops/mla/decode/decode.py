@@ -25,7 +25,9 @@ ERROR_MODEL = (
     "Sums are accumulated in fp32, then the result is rounded once. The products of queries and "
     "W_UK are rounded to the queries' dtype, and so are a kernel's softmax weights and sums of "
     "latents: each term of a sum errs by up to half a unit in the last place, measured against the "
-    "rms of the output. Rounded latents, times their scales, are rounded to the queries' dtype."
+    "rms of the output. The decoded numbers of a quantised weight are rounded to the queries' "
+    "dtype too, as in a graph that decodes the weight; float8 codes in blocks are multiplied "
+    "exactly. Rounded latents, times their scales, are rounded to the queries' dtype."
 )
 
 

@@ -9,13 +9,17 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.arithmetic import INT32_MAX, cdiv, next_power_of_2
+from tilewright.codegen.dequantize import DEQUANTIZE, dequantize_grid, dequantize_statics
+from tilewright.codegen.formats import Quantization
 from tilewright.codegen.mla.head_kernels import (
     BLOCK_K,
     BLOCK_WIDTH,
+    CODED_PRODUCTS,
     HEAD_PRODUCTS,
     MOST_TOKENS,
     block_tokens,
+    coded_constants,
     head_grid,
     scaled_step,
 )
@@ -27,6 +31,7 @@ from tilewright.ops.attention.lowering import attention_steps
 from tilewright.ops.attention.operands import RopePart
 from tilewright.ops.attention.positions import sequences
 from tilewright.ops.checks import given
+from tilewright.ops.formats.code_operands import code_words, quantization_of
 from tilewright.ops.mla.arguments import (
     FP8,
     MlaDecodeArguments,
@@ -38,7 +43,6 @@ from tilewright.ops.mla.arguments import (
 from tilewright.ops.mla.decode.checks import decode_obstacle
 from tilewright.ops.mla.decode.gains import is_faster
 from tilewright.ops.mla.keys import buffer_rows, cache_views
-from tilewright.ops.mla.latents.lowering import dequantized
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import multiply_batch
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps
@@ -83,8 +87,8 @@ def _latent_rounding(a: MlaDecodeArguments) -> RowRounding | None:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The weights [K, W] of H heads: numbers, or float8 codes with scales. The weights are parts of
-    the up-projection's weight [rows, L].
+    """The weights [K, W] of H heads: numbers, or float8 codes whose scales multiply the sums of
+    steps. The weights are parts of the up-projection's weight [rows, L].
 
     Attributes:
         data: The numbers or codes [H, K, W].
@@ -105,18 +109,76 @@ class HeadWeights:
     step: int = BLOCK_K
 
 
+@dataclass(frozen=True)
+class CodedHeads:
+    """The weights [K, W] of H heads, as parts of an up-projection's weight of codes [rows, L].
+
+    Attributes:
+        shape: H, K and W.
+        words: The codes of the whole weight, in the dtype that the kernel reads.
+        scale, zero, factor: The fields of the whole Weight.
+        quantization: The static data of the whole weight.
+        head_rows, first_row, k_is_row: As in HeadWeights.
+    """
+
+    shape: tuple[int, int, int]
+    words: torch.Tensor
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
+    factor: torch.Tensor | None
+    quantization: Quantization
+    head_rows: int
+    first_row: int
+    k_is_row: bool
+
+
 def _head_weights(
     a: MlaDecodeArguments, q_nope: torch.Tensor, target: Target
-) -> Generator[Step, Any, tuple[HeadWeights, HeadWeights]]:
-    """Returns W_UK [H, N, L] and W_UV [H, L, V]. Codes that the kernel cannot multiply as codes are
+) -> Generator[Step, Any, tuple[HeadWeights | CodedHeads, HeadWeights | CodedHeads]]:
+    """Returns W_UK [H, N, L] and W_UV [H, L, V]. Codes that no kernel can multiply are
     dequantised."""
     weight = a.kv_b_weight
-    if weight.dtype == FP8:
-        if _suits_kernel(q_nope) and (coded := _coded_weights(a)) is not None:
+    if a.kv_b.is_coded:
+        coded = (scaled_heads(a) or coded_heads(a)) if _suits_kernel(q_nope) else None
+        if coded is not None:
             return coded
-        weight = yield from dequantized(a, target)
+        weight = yield from _dequantized(a, target)
     k_weight, v_weight = halves(a, weight)
     return HeadWeights(k_weight), HeadWeights(v_weight.mT)
+
+
+def _dequantized(a: MlaDecodeArguments, target: Target) -> Generator[Step, Any, torch.Tensor]:
+    """Performs the step that decodes kv_b_weight to q's dtype, [rows, L]."""
+    words, q = _words(a)
+    rows, rank = a.kv_b.shape
+    out = yield Buffer((rows, rank), a.q.dtype)
+    statics = dequantize_statics(q, 0, (rows, rank), (0, 0, *words.stride()), rows)
+    given = {"scale": a.kv_b_scale, "zero": a.kv_b_zero, "factor": a.kv_b_factor}
+    values = {"weight": words, **given, "out": out}
+    yield launch(DEQUANTIZE, target, dequantize_grid(statics), values, statics)
+    return out
+
+
+def _words(a: MlaDecodeArguments) -> tuple[torch.Tensor, Quantization]:
+    """Returns kv_b_weight in the dtype that kernels read, and the static data of the weight."""
+    words = given(code_words([a.kv_b])[0])
+    return words, quantization_of([a.kv_b], words.dtype)
+
+
+def coded_heads(a: MlaDecodeArguments) -> tuple[CodedHeads, CodedHeads] | None:
+    """Returns the codes of both weights, whose tiles a kernel decodes. Returns None if a word has
+    rows of both weights, or if offsets do not fit into 32 bits."""
+    words, q = _words(a)
+    nope, _, v_dim = widths(a)
+    heads, rank = a.q.shape[1], a.kv_b.shape[1]
+    unit = q.per_word if q.packed_rows else 1
+    if nope % unit or v_dim % unit or words.stride(1) * words.shape[1] > INT32_MAX:
+        return None
+    given = (words, a.kv_b_scale, a.kv_b_zero, a.kv_b_factor, q, nope + v_dim)
+    return (
+        CodedHeads((heads, nope, rank), *given, first_row=0, k_is_row=True),
+        CodedHeads((heads, rank, v_dim), *given, first_row=nope, k_is_row=False),
+    )
 
 
 def _suits_kernel(x: torch.Tensor) -> bool:
@@ -125,9 +187,11 @@ def _suits_kernel(x: torch.Tensor) -> bool:
     return x.shape[0] <= MOST_TOKENS and x.stride(2) == 1
 
 
-def _coded_weights(a: MlaDecodeArguments) -> tuple[HeadWeights, HeadWeights] | None:
-    """Returns the codes of both weights. Returns None if the kernel cannot step over K such that
-    all indices of a step share a scale."""
+def scaled_heads(a: MlaDecodeArguments) -> tuple[HeadWeights, HeadWeights] | None:
+    """Returns the codes of both weights if they are float8 codes, and a kernel can step over K such
+    that all indices of a step share a scale. Otherwise returns None."""
+    if a.weight_format != "fp8" or a.kv_b_factor is not None:
+        return None
     nope, _, v_dim = widths(a)
     rows, rank = a.kv_b_weight.shape
     block, head_rows = (a.scale_block[0], a.scale_block[1]), nope + v_dim
@@ -145,9 +209,11 @@ def _coded_weights(a: MlaDecodeArguments) -> tuple[HeadWeights, HeadWeights] | N
 
 
 def head_steps(
-    x: torch.Tensor, weights: HeadWeights, target: Target
+    x: torch.Tensor, weights: HeadWeights | CodedHeads, target: Target
 ) -> Generator[Step, Any, torch.Tensor]:
     """Multiplies x [T, H, K] by the weight [K, W] of each head. Returns [T, H, W]."""
+    if isinstance(weights, CodedHeads):
+        return (yield from _coded_steps(x, weights, target))
     tokens, (heads, k, width) = x.shape[0], weights.data.shape
     out = yield Buffer((*x.shape[:2], width), x.dtype)
     coded = weights.scale is not None
@@ -173,6 +239,36 @@ def head_steps(
         )
     else:
         yield Library(multiply_batch, (out.transpose(0, 1), x.transpose(0, 1), weights.data))
+    return out
+
+
+def _coded_steps(
+    x: torch.Tensor, weights: CodedHeads, target: Target
+) -> Generator[Step, Any, torch.Tensor]:
+    """Multiplies x by weights of codes, which the kernel decodes."""
+    tokens, (heads, k, width) = x.shape[0], weights.shape
+    out = yield Buffer((*x.shape[:2], width), x.dtype)
+    yield launch(
+        CODED_PRODUCTS,
+        target,
+        head_grid(heads, width, tokens),
+        {
+            "x": x,
+            "weight": weights.words,
+            "scale": weights.scale,
+            "zero": weights.zero,
+            "factor": weights.factor,
+            "out": out,
+            "num_tokens": tokens,
+        },
+        NUM_HEADS=heads,
+        K=k,
+        WIDTH=width,
+        HEAD_ROWS=weights.head_rows,
+        FIRST_ROW=weights.first_row,
+        BLOCK_T=block_tokens(tokens),
+        **coded_constants(weights.quantization, k, width, k_is_row=weights.k_is_row),
+    )
     return out
 
 
@@ -202,6 +298,7 @@ def absorbed_call(a: MlaPrefillArguments) -> MlaDecodeArguments | None:
         *keys,
         a.kv_b_weight,
         v_dim=a.v_dim,
+        weight_format="fp8" if a.kv_b_weight.dtype == FP8 else "dense",
         kv_b_scale=a.kv_b_scale,
         scale_block=a.scale_block,
         block_table=table,

@@ -65,7 +65,7 @@ CALLS = {
     "decoded experts": Call("grouped_matmul", "dequantize_experts", "fp8", MANY),
     "latents": Call("mla_prefill_dense", "mla_up_projection", "codes"),
     "heads": Call("mla_decode", "head_products", given=Coded()),
-    "decoded heads": Call("mla_decode", "mla_weight_numbers", given=Coded(block=(1, 128))),
+    "decoded heads": Call("mla_decode", "coded_head_products", given=Coded(block=(1, 128))),
     "a library's product by rows": Call("scaled_linear", "widen_scales", "rows_in_blocks"),
     "a library's product by blocks": Call("scaled_linear", "widen_scales", "blocks"),
 }  # fmt: skip

@@ -228,7 +228,7 @@ def test_no_key_is_copied():
         ("latent", lambda a: {"latent": a.latent[:1], "rope_keys": a.rope_keys[:1]}, "B = 2"),
         ("rope_keys", lambda a: {"rope_keys": a.rope_keys[:, 1:]}, "shape [P, S, R]"),
         ("kv_b_weight", lambda a: {"kv_b_weight": a.kv_b_weight[1:]}, "H * (N + V) rows"),
-        ("kv_b_scale", lambda a: {"kv_b_scale": torch.ones(1, 1)}, "nothing"),
+        ("kv_b_scale", lambda a: {"kv_b_scale": torch.ones(1, 1)}, "weights are dense"),
         ("q", lambda a: {"q": a.q[:, :0]}, "at least one head"),
         ("cache_lengths", lambda a: {"cache_lengths": a.cache_lengths + KEYS}, "lengths from 0"),
     ],
@@ -250,7 +250,7 @@ def test_arguments_that_do_not_fit_are_named(name, change, words):
         ("kv_b_weight", lambda a: {"kv_b_weight": a.kv_b_weight[1:]}, "shape [H, N, L]"),
         ("kv_b_weight", lambda a: {"kv_b_weight": a.kv_b_weight.flatten(0, 1)}, "shape [H, N, L]"),
         ("kv_b_weight", lambda a: {"q": a.q[..., :32]}, "0 < N < 32"),
-        ("kv_b_scale", lambda a: {"kv_b_scale": torch.ones(1, 1)}, "nothing"),
+        ("kv_b_scale", lambda a: {"kv_b_scale": torch.ones(1, 1)}, "weights are dense"),
     ],
 )  # fmt: skip
 def test_weights_apart_that_do_not_fit_are_named(name, change, words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -301,6 +302,24 @@ def test_numbers_of_a_table(name, is_high_first):
             wanted = TABLES[name][one] * scale * factor
             spacing = 2.0 ** (math.frexp(wanted)[1] - 8)
             assert abs(found - wanted) <= 0.505 * spacing
+
+
+# The lines of the template that find the bytes of a pair's codes. They are Python, too.
+SELECTION = re.search(r"^    even = place.*?(?=^    chosen = )", TEMPLATE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("order", [0x76543210, 0x73625140], ids=["in order", "awq"])
+def test_floats_of_four_bits_are_those_of_their_places_in_a_word(order):
+    """Every nibble of the word is different, so another nibble is another number."""
+    nibbles = [3, 14, 9, 1, 12, 7, 5, 10]
+    word = sum(nibble << 4 * i for i, nibble in enumerate(nibbles))
+    known = fp4.decode(torch.arange(16), torch.float32)
+    for column in range(8):
+        names = {"CODES": "e2m1", "PER": 8, "ORDER": order, "place": column}
+        exec(textwrap.dedent(SELECTION[0]), names)
+        made = executed(assembly("0x01C001C0"), _1=word, _3=names["select"])
+        places = (order >> 4 * (column & 6) & 7, order >> 4 * (column | 1) & 7)
+        assert numbers(made, 1) == tuple(known[[nibbles[place] for place in places]].tolist())
 
 
 def test_rounded_numbers_of_a_table():

@@ -27,20 +27,18 @@ from tilewright.ops.moe.arguments import FusedMoeArguments
 DOTTED = ["moe_up_dotted", "moe_down_dotted"]
 WORDS = ["moe_order", "moe_up_codes", "moe_down_codes", "moe_combine"]
 TILES = ["moe_order", "moe_up", "grouped_gemm", "moe_combine"]
-EXPERTS = 16
+# Dot products are chosen if few tokens have the same expert. The other kernels are interpreted for
+# each expert that a token has.
+MANY_EXPERTS, FEW_EXPERTS = 16, 4
 
 
-def experts(weight):
-    """Returns EXPERTS equal weights and their scales."""
-    return (part[None].repeat(EXPERTS, 1, 1) for part in weight)
-
-
-def arguments(powers: Powers, *, down: bool) -> FusedMoeArguments:
+def arguments(powers: Powers, experts: int, *, down: bool) -> FusedMoeArguments:
     """A mixture whose one projection has the given scales, while the other changes nothing. A token
     chooses one expert."""
     rows, columns = len(powers.exponents), powers.columns
     (gate, gate_scale), (last, last_scale) = (
-        experts(weight) for weight in (powers.weight, unit_weight(columns, rows))
+        (part[None].repeat(experts, 1, 1) for part in weight)
+        for weight in (powers.weight, unit_weight(columns, rows))
     )
     x = powers.x
     if down:
@@ -50,7 +48,7 @@ def arguments(powers: Powers, *, down: bool) -> FusedMoeArguments:
     tokens = len(x)
     return FusedMoeArguments(
         x,
-        torch.arange(tokens)[:, None] % EXPERTS,
+        torch.arange(tokens)[:, None] % experts,
         torch.ones(tokens, 1),
         gate,
         None,
@@ -63,7 +61,8 @@ def arguments(powers: Powers, *, down: bool) -> FusedMoeArguments:
 
 
 def check(powers: Powers, kernels, target=SM90, *, down: bool) -> None:
-    run = interpret(moe.OP, arguments(powers, down=down), target)
+    experts = MANY_EXPERTS if kernels == DOTTED else FEW_EXPERTS
+    run = interpret(moe.OP, arguments(powers, experts, down=down), target)
     assert [spec.kernel for spec in run.specs] == kernels
     assert_defined(run.outcome.result.abs()[:, : len(powers.exponents)], powers)
 

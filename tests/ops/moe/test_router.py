@@ -74,6 +74,15 @@ def test_numbers_that_are_none_come_first_and_infinite_ones_are_ordered(scores, 
     assert all(len({*row}) == 2 and min(row) >= 0 and max(row) < 6 for row in got[1].tolist())
 
 
+@pytest.mark.parametrize("scores", router.SCORES)
+def test_places_that_fill_a_power_of_two_have_no_expert(scores):
+    """A tile of three groups has places for a fourth one, which has no experts. Behind the first
+    row's logits are those of the second row, which are larger."""
+    rows = [[0.5, 1.0, 2.0, -1.0, 3.0, 0.0], [8.0, 9.0, 7.0, 6.0, 5.0, 4.0]]
+    a = given_logits(rows, scores=scores, num_groups=3, top_groups=2, num_slots=3)
+    same(interpret(router.OP, a).outcome.result, router.reference(a))
+
+
 def test_a_sum_of_weights_is_bounded_only_where_a_bound_is_given():
     """A sum of weights is bounded only if a bound is given. Sums of logits may be below zero. A
     bound leaves NaN as it is."""

@@ -259,6 +259,10 @@ def test_a_mask_beside_is_causal_is_to_say_all():
         k, v, mask = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]], mask[..., : q.shape[2]]
         return sdpa(q, k, v, attn_mask=mask, is_causal=True)
 
+    try:
+        attend(*inputs())
+    except RuntimeError as refused:
+        pytest.skip(f"torch takes no such call since 2.14: {refused}")
     (miss,) = misses_of(lower(attend, inputs()), "attention")
     assert "leave out is_causal" in miss.hint
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from tests.agreement import assert_no_worse, cloned, upcast
 from tests.found import codes_of, matches_of, misses_of, patterns_in
@@ -99,24 +98,6 @@ def test_weights_reach_the_op_without_a_copy(weight):
     (call,) = (n for n in graph.after.graph.nodes if "mla_decode" in str(n.target))
     given = [call.args[3], *(call.kwargs[n] for n in ("v_weight",) if n in call.kwargs)]
     assert [n.op for n in given] == ["placeholder"] * (2 if weight == "apart" else 1)
-
-
-class Int8(nn.Module):
-    def __init__(self, rows):
-        super().__init__()
-        scale = rows.detach().abs().amax(1, keepdim=True) / 127
-        codes = (rows.detach() / scale).round().to(torch.int8)
-        self.codes, self.scale = (nn.Parameter(t, requires_grad=False) for t in (codes, scale))
-
-    @property
-    def weight(self):
-        return self.codes.to(self.scale.dtype) * self.scale
-
-
-def test_a_weight_that_the_graph_decodes_in_each_call_is_said():
-    model, args = build("bmm")
-    model.kv_b = Int8(model.kv_b.weight)
-    assert site_of(lower(model, args)).shapes["weight"] == "decoded"
 
 
 def test_keys_that_nobody_sees_may_hold_anything():

@@ -69,6 +69,27 @@ def test_columns_are_made_by_their_rows(spelling, name):
     assert found.all_tokens == (name not in ("last tokens", "sequences first"))
 
 
+@pytest.mark.parametrize(("dtype", "of", "is_read"), [
+    (torch.int8, (N,), True), (torch.float32, (N,), False), (torch.int8, (S, 1), False),
+])  # fmt: skip
+def test_a_product_of_codes_may_be_scaled_by_feature(dtype, of, is_read):
+    """Only the columns of a product of codes have scales, one for each column."""
+    x, codes = torch.randn(B, S, K), torch.ones(N, K, dtype=dtype)
+    stored, scale = value("constant", codes), value("constant", torch.ones(of))
+    weight = (
+        value("cast", codes.float(), stored.whole).whole if dtype == torch.int8 else stored.whole
+    )
+    made = torch.nn.functional.linear(x, codes.float())
+    product = value("aten.linear", made, value("input", x).whole, weight, None)
+    scaled = value("aten.mul", made, product.whole, scale.whole)
+    part = View(scaled, effects.narrow(WHOLE, 2, 6, 12))
+    found = match_columns(part)
+    if is_read:
+        assert found.scale == scale.whole.narrow(0, 6, 12)
+    else:
+        assert found is None or found.scale is None
+
+
 def test_tokens_behind_columns_are_no_columns_of_a_linear():
     of, _, _ = linear("linear")
     assert match_columns(View(of, effects.permute(WHOLE, (0, 2, 1)))) is None
