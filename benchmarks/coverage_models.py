@@ -107,7 +107,10 @@ _DOTS3 |= {"qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 32, "kv
 #: Fields of models for which the rules above are not enough. "skip" says why a model is left out.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "blt": {"skip": "bytes through four models, with no causal language model's inputs"},
+    "blt": {
+        "skip": "a model of bytes that consists of four models, and does not take the inputs of a "
+        "causal language model"
+    },
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 1e4}

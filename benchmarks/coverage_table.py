@@ -121,18 +121,18 @@ def totals(rows: Sequence[Row]) -> list[str]:
     return [
         "| Counted | Result |",
         "|---|---|",
-        f"| classes in transformers' mapping | {len(rows)} |",
+        f"| classes in transformers' mapping of causal language models | {len(rows)} |",
         f"| classes that are not a decoder by themselves | {sum('skipped' in r for r in rows)} |",
         f"| classes that were run | {len(built)} |",
         f"| classes run with a static cache | {len(static)} |",
         f"| of these, with every attention layer and every mixture fused | {len(whole)} "
         f"({100 * len(whole) / max(len(static), 1):.0f} %) |",
         f"| of these, with all projections fused with the cache writes | {len(projected)} |",
-        f"| classes with something unfused and no reason | {sum(map(silent, static))} |",
+        f"| classes with an unfused part and no miss that says why | {sum(map(silent, static))} |",
         f"| points of the census unaccounted for | {sum(left)}, in {len(left)} steps counted |",
         f"| wrong numbers | {sum(numbers(r) == '**wrong**' for r in built)} of {len(judged)} |",
         f"| internal errors | {len(internal)} |",
-        f"| tilewright's time, as a share of Dynamo's | {100 * ours / max(dynamo, 1e-9):.0f} % |",
+        f"| tilewright's compile time / Dynamo's | {100 * ours / max(dynamo, 1e-9):.0f} % |",
         "",
         "This list has the lost misses by pattern and code. Each number counts the classes with a "
         "static cache that have such a miss: "
@@ -173,7 +173,8 @@ def coded(rows: Sequence[Row]) -> list[str]:
         "that the forward pass decodes in PyTorch, as the loaders of such checkpoints do. Stacked "
         "experts also have such weights, if the format supports them. "
         '"=" means that the same sites are fused as with bf16 weights, in decode and in prefill. '
-        "Any other cell has the misses of decode and prefill. The results of "
+        'Any other cell has the misses of decode and prefill. "-" means that the format was not '
+        "tried with the model. The results of "
         f"{wrong} of {len(rows)} combinations are wrong; the results of {unjudged} were not "
         "judged.",
         "\n".join(lines),
@@ -211,12 +212,13 @@ and two sequences.
 
 A cell has the result of a decode step. If a prefill has another result, it follows after a slash.
 A number counts fused sites. A code with a number counts misses ([miss-codes.md](miss-codes.md)).
+A "-" means that there is neither a fused site nor a miss.
 The column "K and V" is about layers that write a cache: a plain number counts the layers whose
 writes are fused with their projections, "store" counts writes that are fused alone, and "latent"
 counts layers that write latents. "silent" counts the points of the [census](soundness.md#census)
-that are in no match and in no miss, and have no reason to be of no interest. "numbers" compares
-outputs and caches with float64; "good" means that their errors are no larger than eager's. "time"
-is the time of tilewright as a share of Dynamo's time.
+that no match, no miss and no known reason accounts for. "numbers" compares outputs and caches with
+float64; "good" means that their errors are no larger than eager's. "time" is the processor time
+that tilewright needs to compile the steps, as a share of the time that Dynamo needs.
 
 """ + "\n".join(totals(rows))
     columns = ["model", "layers", *FAMILIES, "silent", "numbers", "time"]

@@ -1,4 +1,4 @@
-"""Computes the names of places in a model, which new and saved reports show."""
+"""Computes the names of places in a model, for new reports and for saved reports."""
 
 from __future__ import annotations
 

@@ -33,9 +33,9 @@ model with steps that were measured on an H200 and an H100, and with figures of 
 published. `python docs/predictions_page.py` makes all tables from files in `benchmarks/results/`;
 `python benchmarks/predictions.py` writes the file of the steps, without a GPU.
 
-The cost model has some twenty constants. A constant is either fitted to the rows that are not
-*held out*, or follows from stored measurements of single ops, which the comment on the constant
-names. Two sets of rows are held out:
+The cost model has some twenty constants. Each row of these files is one measured step. A constant
+either is fitted to the rows that are not *held out*, or follows from stored measurements of single
+ops, which the comment on the constant names. Two sets of rows are held out:
 
 - From `steps.json`, all rows of 23 of the 46 models, and for the other models all decode steps of
   four sequences and all prompts of 256 tokens (`benchmarks/steps_models.py`). This choice was
@@ -60,11 +60,11 @@ Steps with adapters were measured last, and no constant was changed for them.
 `quantised_step.json` was measured again with the kernels that put activations into the order of the
 codes. For these rows, the cost model of the earlier kernels predicted up to 2.8 times the measured
 time. The formulas for codes were then replaced: a weight is decoded once for each 64 tokens, at a
-rate of its format, and the kernel for many tokens hides the decoding. The rates come from linears
-that were measured alone ([quantised-performance.md](quantised-performance.md)) and from the steps
-of `ct-w4a16`, `ct-fp8-dynamic` and `bitsandbytes-nf4`. The held-out rows showed three mistakes in
-counting, which are fixed: the products of MXFP4 experts were not counted, the decoding of experts
-was not counted, and a change of shape counted as a kernel.
+rate that depends on its format, and the kernel for many tokens hides the decoding. The rates come
+from linears that were measured alone ([quantised-performance.md](quantised-performance.md)) and
+from the steps of `ct-w4a16`, `ct-fp8-dynamic` and `bitsandbytes-nf4`. The held-out rows showed
+three mistakes in counting, which are fixed: the products of MXFP4 experts were not counted, the
+decoding of experts was not counted, and a change of shape counted as a kernel.
 """
 
 

@@ -117,7 +117,8 @@ def _where(op: FusedOp) -> str:
 
 
 def _default(argument: Any) -> Any:
-    """Returns the default of a schema argument as a dataclass has it: a list becomes a tuple."""
+    """Returns the default of a schema argument in the form in which a dataclass has it: a list
+    becomes a tuple."""
     if not argument.has_default_value():
         return MISSING
     value = argument.default_value
@@ -139,5 +140,7 @@ def _check_moving(op: FusedOp) -> None:
     names = [name for name, keyword in op.parameters.items() if not keyword]
     most = 1 + next((n for n, name in enumerate(names) if op.kinds[name] != "Tensor"), len(names))
     if not op.moving <= set(names[:most]) or (op.moving and op.mutated):
-        expected = "positional arguments, none after an optional one, and an op that writes nothing"
-        raise ValueError(f"{op.qualified_name}: moving: expected {expected}, got {op.moving}")
+        raise ValueError(
+            f"{op.qualified_name}: moving: expected positional arguments up to the first that is "
+            f"not a required tensor, or none if the op writes an argument; got {set(op.moving)}"
+        )

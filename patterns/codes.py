@@ -22,7 +22,7 @@ CODES: dict[str, str] = {code: meaning for code, meaning, _, _ in _ENTRIES}
 WEIGHTS: dict[str, Weight] = {code: "advice" for code, _, marks, _ in _ENTRIES if "advice" in marks}
 #: Codes of misses that an unknown operator at the site may cause.
 OF_OPERATORS = frozenset(code for code, _, marks, _ in _ENTRIES if "operator" in marks)
-#: What to do about a miss, for each code.
+#: The hint for each code, which says what to do about a miss.
 HINTS: dict[str, str] = {code: hint for code, _, _, hint in _ENTRIES}
 
 

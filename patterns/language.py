@@ -289,8 +289,8 @@ def _node(culprit: Value | View | fx.Node) -> fx.Node:
 
 @contextmanager
 def as_advice(*culprits: Value | View | fx.Node) -> Iterator[None]:
-    """Makes every miss that is raised in this context advice. Patterns use it if a fusion would
-    gain nothing, or if the purpose of the nodes is unknown.
+    """Gives the weight `advice` to every miss that is raised in this context. Patterns use it if a
+    fusion would gain nothing, or if the purpose of the nodes is unknown.
 
     culprits: the nodes that the miss refers to if the cause is a layout that no view can express.
     """
@@ -355,8 +355,8 @@ class Pattern(Protocol):
       option `strict` names one of them, a miss of this pattern raises an error.
 
     A pattern may also have a method `asked_afterwards`, which takes the Dataflow of the graph. If
-    it returns True, the pattern is tried after all other patterns have rewritten the graph. Its
-    anchors are the tensors that fused ops read or return.
+    it returns True, the pattern is tried after all other patterns have rewritten the graph. The
+    anchors of such a pattern are the tensors that fused ops read or return.
     """
 
     @property
@@ -574,7 +574,7 @@ def find(
 
     An unexpected exception affects only its anchor: `failed` makes a miss of the exception.
 
-    A store goes to the first pattern that matches it and passes `check`. If a later pattern matches
+    A store goes to the first pattern whose match with it passes `check`. If a later pattern matches
     a store that an earlier pattern missed, the earlier miss is kept, because it is more
     informative. The earlier miss is dropped if the later match also absorbs the written value,
     because the whole site is fused then. For the same reason, a miss is dropped if matches absorb
@@ -661,7 +661,7 @@ def _answer(
 ) -> Match | Miss:
     doing, nodes = "to match", _anchor_nodes(anchor)
     if any(map(_is_empty, nodes)):
-        message = "the site computes a tensor of no elements"
+        message = "the site computes a tensor without elements"
         return Miss(pattern.name, "EMPTY", Stage.ANCHORED, message, nodes)
     try:
         answer = attempt(pattern, anchor, flow)

@@ -82,7 +82,8 @@ def _in_fp32(original: Callable, operands: int) -> Callable:
 
     @functools.wraps(original)
     def method(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> TensorHandle:
-        for arg in args[:operands]:  # without a generator, which would take longer than the sum
+        # `any` with a generator would take longer than an addition does.
+        for arg in args[:operands]:
             if _is_bf16(arg):
                 break
         else:
@@ -217,9 +218,12 @@ def _retyped(type_: Any, element: tl.dtype) -> Any:
 
 
 def _index_and_transpose(original: Callable) -> Callable:
-    """Makes `range(tensor)` work. A scalar of the interpreter is an array of one element, and numpy
-    2.4 cannot convert such an array to an integer. Transposes matrices by a call of the builder,
-    which `interpreter_replay` can record."""
+    """Wraps the function that patches a tensor, so that `range(tensor)` and `tensor.T` work.
+
+    A scalar of the interpreter is an array of one element, and numpy 2.4 cannot convert such an
+    array to an integer. A matrix is transposed by a call of the builder, because
+    `interpreter_replay` can record such calls.
+    """
 
     @functools.wraps(original)
     def patch(tensor: Any, scope: Any) -> None:

@@ -2,10 +2,10 @@
 operation of the language once for a launch, not once for a program.
 
 Most of the time of an interpreted program is spent on types: Triton unwraps, checks and broadcasts
-the operands of each operation, before a call of its builder computes with numpy. All programs of a
-launch have the same types. The first program is recorded: which calls of the builder it makes, and
-which results are operands of which calls. For the other programs, only these calls are made. Calls
-whose operands are the same for all programs are made once.
+the operands of each operation, before a method of Triton's `InterpreterBuilder` computes the result
+with numpy. All programs of a launch have the same types. The recording of the first program has the
+calls of the builder, and says which results are operands of which calls. For the other programs,
+only these calls are made. Calls whose operands are the same for all programs are made once.
 
 A program may depend on numbers, for example in `if` or `range`. The recorder notices if Python
 reads the number of a tensor outside of a call, and the replay compares the number. If it differs,
@@ -31,13 +31,14 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
-# What a call returns, and what it is given besides constants. Triton 3.8 has no block pointers.
+# The types of the results of calls, and of the operands that are not constants. Triton 3.8 has no
+# block pointers.
 _HANDLES: tuple[type, ...] = tuple(
     getattr(interpreter, name)
     for name in ("TensorHandle", "BlockPointerHandle", "TensorDescHandle")
     if hasattr(interpreter, name)
 )
-# Operands that are the same in every program, by their types.
+# The types of the operands that are the same in every program.
 _CONSTANTS = (
     *(bool, int, float, str, bytes, type(None), type, Enum, np.generic, np.dtype),
     *(tl.dtype, tl.constexpr, InterpreterBuilder, interpreter.ReduceScanOpInterface),
@@ -47,20 +48,21 @@ _IMPURE = (
     *("program_id", "load", "store", "atomic", "gather", "scatter", "inline", "extern"),
     *("print", "assert", "assume", "barrier"),
 )
-# The module of the enumerations that calls are given.
+# The module of the enumerations that are operands of calls.
 _IR = interpreter._ir.PADDING_OPTION.__module__
-# The fewest programs of a launch that is recorded. In a small grid, each program often takes a
-# branch of its own, for example if a kernel starts one program for each SM.
+# The smallest number of programs for which a launch is recorded. In a small grid, each program
+# often takes a branch of its own, for example if a kernel starts one program for each SM.
 _FEWEST_PROGRAMS = 4
-# How many more programs may be recorded than replayed. Recording makes a program slower by a
-# quarter.
+# If this many more programs of a launch were recorded than replayed, the remaining programs run
+# without either. Recording makes a program slower by a quarter.
 _MOST_BRANCHES = 8
-# The most bytes of the results of a program. They are kept until the program ends.
+# The largest number of bytes of the results of one program. The results are kept until the program
+# ends.
 _MOST_BYTES = 1 << 28
 
 
 class _Unknown(Exception):
-    """Says that an operand is of an unknown kind."""
+    """Raised for an operand of an unknown kind."""
 
 
 def _is_constant(value: Any) -> bool:
@@ -98,15 +100,20 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Read:
-    """A number that Python read outside of a call. number: of the result that holds it."""
+    """An event: Python read a number outside of a call. number: the index of the result that holds
+    the number that was read."""
 
     number: int
 
 
 @dataclass
 class _Branch:
-    """The events of a program up to the next number that was read, or to the end. next: the
-    branches after that number, by its value."""
+    """The calls of a program up to the next number that Python read outside of a call, or up to the
+    end of the program.
+
+    read: the event in which the number was read; None at the end of the program.
+    next: for each value of this number, the branch that follows.
+    """
 
     events: list[_Call] = field(default_factory=list)
     read: _Read | None = None
@@ -117,7 +124,8 @@ class _Recorder:
     """Runs a program, and records its calls in a tree of branches.
 
     root: the branch in which every program begins.
-    made: pairs (event, result) of a program that has taken another branch. They are given again.
+    made: pairs (event, result) of the calls and reads that the replay of this program has already
+        made. The recorder returns these results, and does not make the calls again.
     """
 
     def __init__(self, root: _Branch, made: Sequence[tuple[Any, Any]]) -> None:
@@ -125,7 +133,7 @@ class _Recorder:
         self.inside, self.usable = False, True
         self.numbers: dict[int, int] = {}
         self.read: set[int] = set()
-        self.kept: list[Any] = []  # the results, whose ids stay unique
+        self.kept: list[Any] = []  # keeps the results alive, so that their ids stay unique
         self.bytes = 0
 
     def run(self, function: Callable, arguments: dict[str, Any]) -> None:
@@ -154,7 +162,7 @@ class _Recorder:
             if pure and event is not None and not event.places and not event.nested:
                 event = None  # the result is the same in each program
             if event is not None and self.made:
-                result = self.given_again(original)
+                result = self.already_made(original)
             else:
                 self.inside = True
                 try:
@@ -169,10 +177,12 @@ class _Recorder:
 
         return call
 
-    def given_again(self, expected: Any) -> Any:
+    def already_made(self, expected: Any) -> Any:
         event, result = self.made.pop()
         if getattr(event, "function", event) != expected:
-            raise RuntimeError("an interpreted program is not what it was")
+            raise RuntimeError(
+                "an interpreted program made other calls when it was run again than in its replay"
+            )
         return result
 
     def event(self, function: Callable, operands: Any, named: Any) -> _Call | None:
@@ -235,7 +245,7 @@ class _Recorder:
             return data
         self.read.add(number)
         if self.made:
-            value = self.given_again(_Read(number))
+            value = self.already_made(_Read(number))
             self.branch = self.branch.next.setdefault(value, _Branch())
         elif data.size != 1:
             self.usable = False
@@ -254,7 +264,7 @@ def _bytes(handle: Any) -> int:
 
 
 def _recorded() -> dict[type, list[str]]:
-    """Returns the names of the calls by class."""
+    """Returns the names of the methods whose calls are recorded, by class."""
     names = [
         name
         for name, value in vars(InterpreterBuilder).items()
@@ -264,7 +274,7 @@ def _recorded() -> dict[type, list[str]]:
 
 
 class _Programs:
-    """The programs of a launch: a function that runs the next one.
+    """A function that runs the next program of a launch each time it is called.
 
     unpaid: how many more programs were recorded than replayed.
     """
@@ -294,8 +304,9 @@ class _Programs:
         self.usable = recorder.usable and self.unpaid < _MOST_BRANCHES
 
     def replay(self, branch: _Branch) -> list[tuple[Any, Any]] | None:
-        """Makes the calls of a program. Returns None if all were made, or pairs (event, result) up
-        to a number for which no branch is recorded."""
+        """Makes the recorded calls of a program. Returns None if the program is finished. If the
+        program reads a number for which no branch is recorded, returns the pairs (event, result) up
+        to this number."""
         results: list[Any] = []
         made: list[tuple[Any, Any]] = []
         while True:
@@ -321,7 +332,7 @@ class _Programs:
 
 
 class Replaying(GridExecutor):
-    """Triton's launch of an interpreted kernel, with replayed programs."""
+    """Launches an interpreted kernel as Triton does, but replays its programs."""
 
     def __init__(self, fn: Callable, arg_names: Any, grid: Any, *hooks: Any) -> None:
         super().__init__(fn, arg_names, grid, *hooks)
@@ -332,6 +343,6 @@ class Replaying(GridExecutor):
             def next_program(**arguments: Any) -> None:
                 programs(**arguments)
 
-            # Triton reads the signature.
+            # Triton reads the signature of the function that it runs.
             next_program.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
             self.fn = next_program

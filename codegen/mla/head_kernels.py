@@ -48,8 +48,8 @@ def scaled_step(block: int, *starts: int) -> int | None:
     """Returns the length of a step over K, such that all codes that a column of the weight has in
     the step share a scale. Returns None if no step of at least 16 is possible.
 
-    block: how many indices of K share a scale. starts: the distances at which heads begin after a
-    multiple of `block`.
+    block: how many indices of K share a scale. starts: for the heads, the distance from a multiple
+    of `block` to the first index of the head.
     """
     steps = (BLOCK_K, BLOCK_K // 2, BLOCK_K // 4)
     return next((n for n in steps if all(size % n == 0 for size in (block, *starts))), None)

@@ -25,7 +25,7 @@ from tilewright.patterns.recognise.gemm import is_weight
 T = TypeVar("T")
 _ASKED: dict[Any, Any] = {}
 
-#: Name, arguments and keywords, as patterns see them.
+#: The name, arguments and keywords of an operation, as patterns see them.
 Operation = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
@@ -138,15 +138,15 @@ class Operations:
     # --- what is in no table ---
 
     def _ask(self, node: fx.Node, name: str) -> Operation:
-        """Returns the operation of a node that is in no table. The ATen calls that the node makes
-        show the operation."""
+        """Returns the operation of a node that is in no table. The function finds the operation by
+        tracing the ATen calls that the node makes."""
         if not meets_subclasses(node):
             call, sources = self.alone(node, aten_call)
             if call is None and has_symbols(node):
                 call, sources = self.alone(node, aten_call, symbols=True)
             if call is not None:
                 operands = fill((call.args, call.kwargs), sources)
-                if call.name == "aten.index":  # an entry for each dimension, as export writes it
+                if call.name == "aten.index":  # its list of indices has None for a whole dimension
                     of, places = operands[0]
                     every = tuple(slice(None) if i is None else i for i in places)
                     return *self._gather(of, every), {}
@@ -160,8 +160,8 @@ class Operations:
         """Traces a node by itself on its fake tensors. Returns two values: the answer of `trace`,
         or None if the node cannot be traced; and the nodes of the inputs.
 
-        With `symbols`, symbolic sizes become inputs of the trace, too, for a `trace` whose answer
-        keeps them.
+        With `symbols`, symbolic sizes become inputs of the trace, too. The answer of `trace` may
+        then contain them.
         """
         sources: list[fx.Node] = []
         kinds = (torch.Tensor, torch.SymInt) if symbols else torch.Tensor

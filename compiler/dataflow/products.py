@@ -36,8 +36,8 @@ def projects(value: Value) -> bool:
     return (given and not _is_own(value)) or unread_product(value) is not None
 
 
-# The largest number of values on the way from a weight back to the stored codes from which the
-# weight is computed.
+# The largest number of values that a search visits from a weight back to the stored codes from
+# which the weight is computed.
 _REACH = 64
 
 

@@ -26,8 +26,11 @@ from tilewright.patterns.effects import Effect
 
 @dataclass(frozen=True)
 class Selection:
-    """A result that selects elements from the call's tensor number `of`, with all steps of the
-    selection in order."""
+    """A selection of elements from one of the tensors of a call.
+
+    of: the index of this tensor among the call's tensors.
+    steps: the steps of the selection, in order.
+    """
 
     of: int
     steps: tuple[Callable[[Effect], Effect], ...] = ()
@@ -103,8 +106,8 @@ def _part_of(split: fx.Node, at: Any) -> Callable[[Effect], Effect]:
 
 
 def _call_of(node: fx.Node, name: str) -> AtenCall:
-    """Returns a call with sizes in place of its nodes. The nodes would keep the traced graph
-    alive."""
+    """Returns a call of a trace with the sizes themselves in place of the nodes that compute them,
+    because these nodes would keep the traced graph alive."""
     args, kwargs = fx.node.map_arg((node.args[1:], dict(node.kwargs)), _made)
     return AtenCall(name, (None, *args), kwargs)
 

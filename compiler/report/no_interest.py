@@ -146,7 +146,7 @@ def _is_unread(value: Value, graph: Graph) -> bool:
     return value.node not in graph.read
 
 
-@rule("product", "softmax", "top-k", why="a tensor of no elements")
+@rule("product", "softmax", "top-k", why="a tensor without elements")
 def _is_empty(value: Value, graph: Graph) -> bool:
     return 0 in value.shape
 

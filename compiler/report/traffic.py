@@ -63,15 +63,15 @@ class Unit:
     members: the names of all nodes of the unit.
     weights: the bytes of weights that the unit moves.
     activations: the bytes of activations that the unit moves.
-    caches: the bytes of whole caches, without the caches that an item of `cache_reads` describes.
+    caches: the bytes of caches. Caches that an item of `cache_reads` describes do not count here.
     flops: the FLOPs of products with weights, which run at `flop_rate`. `cache_reads` has the FLOPs
         of attention.
     scratch: the bytes that a fused op writes and then reads itself.
     family: the folder of `ops/` that has the fused op; empty for other units.
     codes: the format of the weights that the kernels of the unit decode, as a key of
         WEIGHT_FORMATS; empty if there are none.
-    stores_codes: whether the unit reads weights that are stored as codes, and the kernels or the
-        graph decode them.
+    stores_codes: whether the unit reads weights that are stored as codes. The kernels or the graph
+        decode these weights.
     preparations: the number of the unit's kernels that prepare x for a product with codes.
     """
 
@@ -303,7 +303,7 @@ def _moves_nothing(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Nodes by unit. `leader` maps each node to the first node of its unit."""
+    """The nodes of each unit. `leader` maps each node to the first node of its unit."""
 
     members: Mapping[fx.Node, list[fx.Node]]
     leader: Mapping[fx.Node, fx.Node]
@@ -371,8 +371,8 @@ class _Moved:
 
     def __init__(self, memory: _Memory, groups: _Groups, sites: Mapping[str, Site]) -> None:
         self.memory, self.groups, self.sites = memory, groups, sites
-        # Pairs (node, storage) that one unit makes and another unit reads, or that the graph
-        # returns.
+        # Pairs (node, storage). One unit makes the contents that the storage has at this node.
+        # Another unit reads these contents, or the graph returns them.
         self.handed_on: set[tuple[fx.Node, int]] = set()
         for (node, key), maker in memory.makers.items():
             # A view is in no unit. The node that reads the view is counted instead.
@@ -482,8 +482,8 @@ class _Moved:
         traffic.write(key, tensor, size)
 
     def _cache_read(self, op: FusedOp, node: fx.Node, traffic: _Traffic) -> Set[fx.Node]:
-        """Returns the arguments of one of our ops that do not count by their size: the tensors that
-        the op writes, and the caches. Records how much of the caches the op reads."""
+        """Returns the arguments of one of our ops whose sizes are not counted: the tensors that the
+        op writes, and the caches. Records how much of the caches the op reads."""
         names = [argument.name for argument in op.torch_op._schema.arguments]
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         skipped = {given[name] for name in op.mutated if isinstance(given.get(name), fx.Node)}
@@ -495,14 +495,15 @@ class _Moved:
             return skipped
         caches = [given[name] for name in work.cache.names if given.get(name) is not None]
         if not self.memory.keys(_compat.tensors_of(*caches)) <= self.memory.given:
-            # Keys that the graph computes count among the tensors that cross between parts.
+            # If the graph computes the keys, their bytes count as activations, which one unit makes
+            # and another reads.
             traffic.reads.append(replace(work.cache, token_bytes=0))
             return skipped
         traffic.reads.append(work.cache)
         return skipped | set(caches)
 
     def _has_symbols(self, op: FusedOp, node: fx.Node, traffic: _Traffic) -> bool:
-        """Whether any size of a call is symbolic; records the symbols."""
+        """Records the symbols in the sizes of a call. Returns whether there are any."""
         tensors = _compat.tensors_of(*node.all_input_nodes)
         symbols = [s for t in tensors for n in t.shape for s in _symbol(n)]
         traffic.symbols.update(symbols)

@@ -65,10 +65,10 @@ class AttentionArguments(BatchArguments):
     If a query attends to no key, its result is zeros.
 
     - `mask_blocks`: the result of `mask_blocks` for this attn_mask. If it is None, the call
-      computes it. A result that was computed with hide_lowest is allowed only if mask is "none",
-      key_lengths is None, attn_mask has one column for each key, and the logits are bounded. A
-      softcap bounds them, and so does a scale of at most 1 / 4, because the products q @ k^T are
-      finite in q's dtype.
+      computes it. A result that `mask_blocks` computed with hide_lowest is allowed only if mask is
+      "none", key_lengths is None, attn_mask has one column for each key, and the logits are
+      bounded. A softcap bounds them, and so does a scale of at most 1 / 4, because the products
+      q @ k^T are finite in q's dtype.
     - `softcap`: if c is not 0, logits become c * tanh(logits / c) before they are masked.
     - `sinks` [Hq]: one more logit for each head. It takes part in the softmax and has no value.
 

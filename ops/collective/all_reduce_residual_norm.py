@@ -24,7 +24,7 @@ from tilewright.ops.sampling import sampler_of
 NAME = "all_reduce_residual_norm"
 ERROR_MODEL = (
     "Sums and norm are computed in fp32, and each result is rounded once. If the ranks share no "
-    "memory, their sum is rounded as in the graph."
+    "memory, the sum over ranks is computed and rounded by the same collective as in the graph."
 )
 
 
@@ -70,7 +70,7 @@ def validate(a: AllReduceResidualNormArguments) -> None:
 
 
 def reference(a: AllReduceResidualNormArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes, in fp32 (float64 for float64 x), and rounds each result once:
+    """Computes the following in fp32 (float64 for float64 x), and rounds each result once:
 
         summed = residual + all_reduce(x)
         normed = summed / sqrt(mean(summed²) + norm_eps) * (norm_offset + norm_weight)

@@ -60,7 +60,7 @@ def fake(a: LinearActivationArguments) -> torch.Tensor:
 
 
 def reference(a: LinearActivationArguments) -> torch.Tensor:
-    """Computes, in fp32 (float64 for float64 x), and rounds the result once:
+    """Computes the following in fp32 (float64 for float64 x), and rounds the result once:
 
         y = x / sqrt(mean(x^2) + norm_eps) * (norm_offset + norm_weight)
         out = activation(y @ weight^T + bias) * (y @ up_weight^T + up_bias)

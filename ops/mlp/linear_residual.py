@@ -47,7 +47,7 @@ def fake(a: LinearResidualArguments) -> torch.Tensor:
 
 
 def reference(a: LinearResidualArguments) -> torch.Tensor:
-    """Computes, in fp32 (float64 for float64 x), and rounds the result once:
+    """Computes the following in fp32 (float64 for float64 x), and rounds the result once:
 
         out = residual + scale * (x @ weight^T + bias)
 

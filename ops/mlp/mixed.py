@@ -99,8 +99,8 @@ def decoding_product(
 def decoding_pair(
     problem: LinearProblem, a: LinearActivationArguments, target: Target
 ) -> Generator[Step, Any, tuple[torch.Tensor, MixedConfig] | None]:
-    """Computes the activated product with the gate times the product with the up weight, in one
-    kernel. Returns the result and the tile sizes of the kernel. Returns None if two products are
+    """Computes act(x @ gate^T) * (x @ up^T) in one kernel, for the weights gate and up. Returns the
+    result and the tile sizes of the kernel. Returns None if two products are
     faster or if the weights differ in their layout."""
     config = pair_config(problem.n, problem.k, a.x.shape[0], target)
     if config is None or not _is_pair(problem, a):

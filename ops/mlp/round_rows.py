@@ -65,7 +65,7 @@ def fake(a: RoundRowsArguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference(a: RoundRowsArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes, in fp32 (float64 for float64 x), and rounds y once to x's dtype:
+    """Computes the following in fp32 (float64 for float64 x), and rounds y once to x's dtype:
 
         y = activation(x) * up
         y = y / sqrt(mean(y^2) + norm_eps) * (norm_offset + norm_weight)

@@ -45,7 +45,7 @@ def fake(a: ScaledLinearArguments) -> torch.Tensor:
 
 
 def reference(a: ScaledLinearArguments) -> torch.Tensor:
-    """Computes, in fp32, and rounds the result once:
+    """Computes the following in fp32, and rounds the result once:
 
         out = (x * x_scale) @ (weight * weight_scale)^T + bias
 

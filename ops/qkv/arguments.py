@@ -251,8 +251,9 @@ class RaggedQkvArguments:
     - `lookup_table` [B, columns]: entry [b, j] is the page of sequence b that holds its tokens from
       j * page_size to (j + 1) * page_size - 1. Entries that no new token needs may have any values.
 
-    The last three arguments are uint32, int32 or int64. Token i of sequence b is written to page
-    lookup_table[b, p // page_size], slot p % page_size, with p = cache_lengths[b] + i.
+    The dtype of input_row_offsets, cache_lengths and lookup_table is uint32, int32 or int64. Token
+    i of sequence b is written to page lookup_table[b, p // page_size], slot p % page_size, with p =
+    cache_lengths[b] + i.
 
     - `blocks` [P, 2, layers, page_size, heads, head_dim], with any strides: the cache, written at
       layer_idx. K is at index 0 of the second axis and V at index 1. If the second axis has length

@@ -66,7 +66,7 @@ def fake(a: RaggedQkvArguments) -> torch.Tensor:
 
 
 def reference(a: RaggedQkvArguments) -> torch.Tensor:
-    """Computes, in fp32 (float64 for float64 values):
+    """Computes the following in fp32 (float64 for float64 values):
 
         q | k | v = hidden_state @ weight^T + bias       columns, in this order
         result = q

@@ -57,10 +57,11 @@ from tilewright.patterns.recognise.grouped_gemm import (
 from tilewright.patterns.recognise.outside import Outside, both, experts_argument, is_natural
 from tilewright.patterns.recognise.routing import Order, flat, gathered, in_order, per_row
 
-# The largest number of values from the rows of a GEMM back to the GEMM before it.
+# The largest number of values that a search visits from the rows of a GEMM back to the GEMM before
+# it.
 _REACH = 48
-# The largest number of values from the routes of a GEMM back, through the router and the norm in
-# front of it.
+# The largest number of values that a search visits from the routes of a GEMM back to the GEMMs of
+# earlier layers. The way leads through the router and the norm in front of the router.
 _ROUTING_REACH = 192
 
 
@@ -73,8 +74,8 @@ class Moe:
     asked_before: ClassVar[tuple[str, ...]] = ("moe_dense",)
     takes_leftovers: bool = True
     sought: ClassVar[Sought] = Sought(
-        "experts: a product of rows in groups (torch._grouped_mm, bmm) after another one and an "
-        "activation",
+        "experts: two products of rows in groups (torch._grouped_mm, bmm), with an activation "
+        "between them",
         frozenset({"aten._grouped_mm", "aten.bmm", "aten.index_add", "aten.where", "aten.sort"}),
         before=frozenset({"product", "top-k", "softmax"}),
         depth=2,
@@ -157,7 +158,8 @@ class _Weighed:
         weights = weights_in_order(self.factor, order, num_slots)
         if weights is None:
             refuse_order(
-                f"{self.factor.value} multiplies the rows, but not in their order", self.factor
+                f"{self.factor.value} multiplies the rows, but is not in the order of the rows",
+                self.factor,
             )
         if down.bias is not None:
             message = "the rows are multiplied by weights before the last GEMM, but its bias is not"
@@ -267,8 +269,8 @@ def _expert_ids(
 
     The ids of experts on other devices become -1 if the graph masks the rows of these experts. They
     also become -1 if the graph clamps the ids before it looks up the biases. In that case, the rows
-    of these experts come after the last end, so the graph does not define the results of these
-    rows.
+    of these experts come after the last group of the GEMM, so the graph does not define the results
+    of these rows.
     """
     num_experts = gemms[-1].weight.shape[0]
     masks = [(v, found) for v in absorbed if (found := foreign_experts(v)) is not None]

@@ -29,7 +29,7 @@ from tilewright.patterns.recognise.routing import (
 )
 
 _SORTS = ("aten.sort", "aten.argsort")
-# The largest number of values from the row numbers back to their sort.
+# The largest number of values that a search visits from the row numbers back to their sort.
 _REACH = 24
 
 

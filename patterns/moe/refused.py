@@ -46,8 +46,8 @@ _PREPARED = {
     "aten.one_hot", "aten.eq", "aten.sort", "aten.argsort", "aten.histc", "aten.bincount",
     "aten.nonzero", "aten.unique", "aten.where", "opaque:unique", "opaque:bincount",
 }  # fmt: skip
-# The largest number of values back to the choice of a router, or forward to the output of the
-# graph.
+# The largest number of values that a search visits back to the choice of a router, or forward to
+# the output of the graph.
 _NEAR = 12
 
 

@@ -41,7 +41,8 @@ from tilewright.patterns.recognise.routing import match_order
 
 # A top-k over more entries than this is not a router. For example, it may choose from a vocabulary.
 MOST_EXPERTS = 1024
-# The largest number of values from a choice back to the product of the logits.
+# The largest number of values that a search visits from a choice back to the product that computes
+# the logits.
 _REACH = 32
 
 

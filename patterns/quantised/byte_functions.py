@@ -29,7 +29,7 @@ _ELEMENTWISE = frozenset({
     "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "logical_and", "logical_or",
     "logical_not", "eq", "ne", "lt", "le", "gt", "ge", "masked_fill",
 })  # fmt: skip
-# The largest number of values back to a look-up table.
+# The largest number of values that a search visits back to a look-up table.
 _REACH = 64
 _OPTIONS = {"alpha", "rounding_mode", "min", "max"}
 

@@ -62,8 +62,8 @@ def weight_arguments(
         reject("SCALE_BLOCK", Stage.GUARDS, f"{first.codes.value}: {error}", first.codes)
     if block == (1, 1):
         why = (
-            "the graph shows no neighbours that share a scale (if the size of a block does not "
-            "divide K, a graph cannot show this)"
+            "the graph does not show which adjacent codes share a scale (it cannot show this if "
+            "the size of a block does not divide K)"
         )
         reject("SCALE_BLOCK", Stage.GUARDS, why, first.codes)
     sizes = [max(view.shape[axis] for view in given) for axis in (0, 1)]

@@ -10,7 +10,7 @@ from tilewright.patterns.arithmetic.constants import constant_of
 from tilewright.patterns.arithmetic.steps import chosen_by_mask, clamp_bounds, filled_with
 from tilewright.patterns.dataflow import Value, View
 
-# The largest number of values that a search follows back from a value.
+# The largest number of values that a search visits back from a value.
 _REACH = 24
 _ALWAYS = frozenset(
     f"aten.{name}" for name in ("abs", "exp", "exp2", "sigmoid", "softmax", "square")

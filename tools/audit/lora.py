@@ -66,8 +66,7 @@ def lora_cases(target: Target) -> list[AuditCase]:
     cases += _token_cases(many, "groups", target, (6144,))
     cases += _token_cases(replace(first, ranks=(32,) * 3), "groups", target, (2048,))
     for rank, tokens in ((16, 1), (16, 64), (64, 64)):
-        # Weights [G, K, R] are viewed as [G, R, K], so that the elements of a column are
-        # contiguous.
+        # The layout "transposed": weights are stored as [G, K, R] and viewed as [G, R, K].
         across = replace(first, ranks=(rank,) * 3, layout="transposed")
         a = shrink.OP.sample_inputs(_of_tokens(across, "groups", tokens), "meta")
         cases += _shrink_cases(f"lora {first.name} across rank {rank} T={tokens}", a, target)

@@ -34,7 +34,7 @@ def explain(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="A file.py or module of patterns that register further codes.",
+            help="A file.py or a module that registers further codes, as a file of patterns may.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -61,8 +61,11 @@ def explain(
 
 
 def _codes_of(source: str) -> Mapping[str, str]:
-    """Imports a user's file or module, and returns all codes that are then registered. `source`
-    names the file or module; it may also name a function in it, as a MODEL does."""
+    """Imports a user's file or module, and returns all codes that are then registered.
+
+    source: the name of the file or module. It may end with the name of a function, as in the
+    argument MODEL of other commands (`file.py:function`); that part is ignored.
+    """
     from tilewright.patterns.language import CODES
 
     place = source.partition(":")[0]

@@ -28,7 +28,8 @@ def part_of_delta(
     weight_rows += columns * WEIGHT_STRIDES[1]
     column_mask = (columns < WIDTH)[:, None]
     delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # Do not unroll the loop: on SM100, Triton before 3.9 needs one dot for each accumulator.
+    # Do not unroll the loop. On SM100, if two dots share an accumulator, Triton before 3.9 computes
+    # wrong values.
     for first in range(0, RANK, BLOCK_R):
         ranks = first + tl.arange(0, BLOCK_R)
         rank_mask = (ranks < RANK)[None, :]

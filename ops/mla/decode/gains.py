@@ -1,4 +1,5 @@
-"""The sizes for which absorbed attention is faster than attention to expanded keys."""
+"""The sizes for which absorbed attention is faster than attention to expanded keys, which the
+up-projection computes from the latents."""
 
 from __future__ import annotations
 
