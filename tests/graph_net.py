@@ -7,10 +7,10 @@ the graph: the calls of fused ops with all their arguments, and the misses. When
 its fused form was run and compared with eager mode, except for three graphs whose results are
 undefined or unstable.
 
-The graphs were chosen from 1400, so that nearly every condition in `patterns` that is true in one
-of the 1400 graphs and false in another is also true and false in the chosen graphs. `test_graphs.py`
-beside each file compares what is fused now. It runs neither Dynamo nor the graphs, and takes a
-twentieth of a second for each graph.
+The graphs were chosen from 1400. Nearly every condition in `patterns` that is true in one of the
+1400 graphs and false in another is also true and false in the chosen graphs. `test_graphs.py` beside
+each file compares what is fused now. It runs neither Dynamo nor the graphs, and takes a twentieth
+of a second for each graph.
 `--tilewright-update` stores what is fused now; read the diff.
 """
 
