@@ -61,7 +61,7 @@ class RowsCase:
         norm: The kind of norm: "rms", "weightless", or "" for none.
         norm_dtype: The dtype of the weight of the norm.
         norm_offset: The offset that is added to the weight of the norm.
-        stride: The stride between rows, in elements; 0 for n.
+        stride: The stride between rows, in elements. The value 0 stands for a stride of n.
     """
 
     name: str

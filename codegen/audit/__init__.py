@@ -387,7 +387,8 @@ def check(audit: Audit, target: Target, expectations: Expectations | None = None
 
 
 def notes(audit: Audit, target: Target, expectations: Expectations | None = None) -> list[str]:
-    """Lists the notes about a kernel, each as `rule: sentence`. A note breaks no rule."""
+    """Lists the notes about a kernel, each as `name of the note: sentence`. A note breaks no
+    rule."""
     return _told(NOTES, audit, target, expectations)
 
 

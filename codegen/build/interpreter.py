@@ -82,7 +82,7 @@ def _in_fp32(original: Callable, operands: int) -> Callable:
 
     @functools.wraps(original)
     def method(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> TensorHandle:
-        # `any` with a generator would take longer than an addition does.
+        # This is a loop, because `any` with a generator would take longer than an addition does.
         for arg in args[:operands]:
             if _is_bf16(arg):
                 break
@@ -97,8 +97,9 @@ def _in_fp32(original: Callable, operands: int) -> Callable:
 def _comparing(original: Callable) -> Callable:
     """Wraps a builder method so that comparisons return int1.
 
-    In Triton's interpreter, comparisons return the type of the operands. If a comparison of scalars
-    is broadcast to a block, it becomes int32, and triton 3.9 and later refuse an int32 mask.
+    In Triton's interpreter, the result of a comparison has the type of the operands. If the result
+    of a comparison of scalars is broadcast to a block, it becomes int32, and triton 3.9 and later
+    refuse an int32 mask.
     """
 
     @functools.wraps(original)
@@ -264,7 +265,7 @@ class _Outputs(list[TensorHandle]):
 
 def _chosen_bytes(low: np.ndarray, high: np.ndarray, selectors: np.ndarray) -> np.ndarray:
     """Interprets `prmt`. Each nibble of a selector chooses one of eight bytes. If the top bit of
-    the nibble is set, the result is the sign of that byte instead."""
+    the nibble is set, all bits of the result are equal to the sign bit of that byte."""
     low, high, selectors = (
         part.view(np.uint32).astype(np.uint64) for part in (low, high, selectors)
     )

@@ -3,16 +3,19 @@ operation of the language once for a launch, not once for a program.
 
 Most of the time of an interpreted program is spent on types: Triton unwraps, checks and broadcasts
 the operands of each operation, before a method of Triton's `InterpreterBuilder` computes the result
-with numpy. All programs of a launch have the same types. The recording of the first program has the
-calls of the builder, and says which results are operands of which calls. For the other programs,
-only these calls are made. Calls whose operands are the same for all programs are made once.
+with numpy. All programs of a launch have the same types. The first program is recorded: the
+recording lists its calls of the builder, and which results are operands of which calls. For the
+other programs, only these calls are made. Calls whose operands are the same for all programs are
+made once.
 
-A program may depend on numbers, for example in `if` or `range`. The recorder notices if Python
-reads the number of a tensor outside of a call, and the replay compares the number. If it differs,
-the program is run from its beginning and recorded as another branch. The calls that were already
-made are not made again, but return their results, so that each call writes to memory once.
+A program may depend on numbers, for example in `if` or `range`. The recorder notices if the
+kernel's Python code reads the number in a tensor, other than by a call of the builder. The replay
+of another program compares this number with the recorded one. If the numbers differ, that program
+is run from its beginning and recorded as another branch. In this run, the calls that the replay has
+already made are not made again, but return their earlier results, so that each call writes to
+memory once.
 
-A launch is not replayed if a program reads a whole block outside of a call, if a call has an
+A launch is not replayed if the Python code of a program reads a whole block, if a call has an
 operand of an unknown kind, or if the results of a program take too much memory.
 """
 
@@ -53,8 +56,9 @@ _IR = interpreter._ir.PADDING_OPTION.__module__
 # The smallest number of programs for which a launch is recorded. In a small grid, each program
 # often takes a branch of its own, for example if a kernel starts one program for each SM.
 _FEWEST_PROGRAMS = 4
-# If this many more programs of a launch were recorded than replayed, the remaining programs run
-# without either. Recording makes a program slower by a quarter.
+# If the programs that were recorded outnumber the replayed programs of a launch by this number, the
+# remaining programs are neither recorded nor replayed. Recording makes a program slower by a
+# quarter.
 _MOST_BRANCHES = 8
 # The largest number of bytes of the results of one program. The results are kept until the program
 # ends.
@@ -70,7 +74,8 @@ def _is_constant(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yields the handles of the result of a call."""
+    """Yields the handles of all tensors in the result of a call, which may be a nested tuple or
+    list."""
     if isinstance(value, _HANDLES):
         yield value
     elif isinstance(value, tl.tensor):
@@ -86,8 +91,8 @@ class _Call:
 
     operands: the arguments, with None in the place of each argument that differs between programs.
     places: pairs (place in operands, number of the result of an earlier call).
-    nested: pairs (place in operands, function from all results to the argument), for arguments that
-        hold results.
+    nested: pairs (place in operands, function that computes the argument from the list of all
+        results), for arguments that contain results.
     named: the keyword arguments.
     """
 
@@ -100,8 +105,8 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Read:
-    """An event: Python read a number outside of a call. number: the index of the result that holds
-    the number that was read."""
+    """An event: the kernel's Python code read a number outside of a call. number: the index, among
+    all results, of the result that contains this number."""
 
     number: int
 
@@ -217,7 +222,8 @@ class _Recorder:
         self.usable &= self.bytes <= _MOST_BYTES
 
     def rebuilt(self, operand: Any) -> Callable[[list[Any]], Any] | None:
-        """Returns a function from results to the operand; None if the operand holds no result."""
+        """Returns a function that computes the operand from the list of all results; None if the
+        operand contains no result."""
         if isinstance(operand, _HANDLES):
             number = self.numbers.get(id(operand))
             return None if number is None else lambda results: results[number]
@@ -305,8 +311,8 @@ class _Programs:
 
     def replay(self, branch: _Branch) -> list[tuple[Any, Any]] | None:
         """Makes the recorded calls of a program. Returns None if the program is finished. If the
-        program reads a number for which no branch is recorded, returns the pairs (event, result) up
-        to this number."""
+        program reads a number for which no branch is recorded, returns pairs (event, result) for
+        all calls and reads of the program up to this one."""
         results: list[Any] = []
         made: list[tuple[Any, Any]] = []
         while True:

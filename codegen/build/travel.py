@@ -172,8 +172,9 @@ def pack_kernels(package: str | Path) -> int:
 
 
 def _append(package: Path, files: Files) -> None:
-    """Adds files to an archive. The new files overwrite the archive's directory. If an error
-    occurs, for example on a full disk, the directory is restored."""
+    """Adds files to an archive. The new files overwrite the archive's table of contents, which is
+    then written after them. If an error occurs, for example on a full disk, the old table of
+    contents is restored."""
     with package.open("r+b") as file:
         with zipfile.ZipFile(file) as archive:
             start = archive.start_dir

@@ -4,8 +4,8 @@ The plan depends on the average number of rows of a group. With few rows, the GE
 reading the weights takes. With many rows, the tensor cores limit the GEMM. The GEMM itself
 dequantises quantised weights. If there are few rows, the GEMM reads 4-bit codes in the form in
 which they are stored. If the GEMM would dequantise each weight too often, a separate kernel
-dequantises all weights before the GEMM. The limits below are the numbers of rows at which both ways
-took equal time on an H200.
+dequantises all weights before the GEMM. Each limit below is the number of rows at which the two
+choices that it separates took equal time on an H200.
 """
 
 from __future__ import annotations

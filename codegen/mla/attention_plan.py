@@ -92,7 +92,7 @@ def _short(
     """Returns the tiles for sequences with few keys; empty for other sequences.
 
     With a mask, the number of keys is the capacity of a cache. Queries may see few of these keys,
-    so the number of queries serves as an estimate.
+    so the number of queries serves as an estimate of how many keys they see.
     """
     masked, keys = problem.attn_mask != "", _average_keys(problem, sizes)
     if problem.is_fp8 or (min(keys, sizes.num_queries) if masked else keys) > SHORT_KEYS:

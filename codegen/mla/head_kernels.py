@@ -8,15 +8,16 @@ from tilewright.codegen.formats import Quantization
 from tilewright.codegen.kernel import Kernel
 from tilewright.codegen.spec import Constant
 
-# The largest number of tokens for this kernel. For more tokens, a library's GEMM is faster, because
-# it uses the tensor cores better than a kernel that streams weights.
+# The largest number of tokens for the kernels of this module. For more tokens, a library's GEMM is
+# faster, because it uses the tensor cores better than a kernel that streams weights.
 MOST_TOKENS = 64
 # The number of columns of the result in a tile.
 BLOCK_WIDTH = 64
 # The largest number of columns of a step over K.
 BLOCK_K = 64
-# The largest number of columns of a step over K if K counts columns of a weight of codes. A row of
-# such a step has half as many bytes as one of 8-bit codes.
+# The largest number of columns of a step over K for a weight of 4- or 8-bit codes whose columns K
+# counts. A row of codes takes fewer bytes than a row of 16-bit numbers, so the step is longer than
+# BLOCK_K.
 CODED_BLOCK_K = 128
 
 HEAD_PRODUCTS = Kernel(
@@ -48,8 +49,8 @@ def scaled_step(block: int, *starts: int) -> int | None:
     """Returns the length of a step over K, such that all codes that a column of the weight has in
     the step share a scale. Returns None if no step of at least 16 is possible.
 
-    block: how many indices of K share a scale. starts: for the heads, the distance from a multiple
-    of `block` to the first index of the head.
+    block: how many indices of K share a scale. starts: distances from multiples of `block` to
+        indices at which heads begin. Every step must divide all of these distances.
     """
     steps = (BLOCK_K, BLOCK_K // 2, BLOCK_K // 4)
     return next((n for n in steps if all(size % n == 0 for size in (block, *starts))), None)

@@ -40,7 +40,9 @@ LOW_FIRST = 0x76543210
 HIGH_FIRST = 0x67452301
 # Maps `WeightFormat.number` to the kernel's name for 4-bit codes.
 _CODES = {"": "nibbles", "e2m1": "e2m1"} | dict.fromkeys(TABLES, "table")
-# The numbers that a decoded 1 stands for, by the kernel's name for codes; 1 for other codes.
+# Maps the kernel's name for a kind of codes to the number that a decoded 1.0 stands for: the
+# decoder's results are the codes divided by this number. For a table, `bfloat16_table` returns the
+# number. For all other codes, it is 1.
 _UNITS = {"nibbles": 64.0, "bytes": 64.0}
 
 
@@ -152,7 +154,8 @@ def mixed_obstacle(problem: LinearProblem, dtype: str, target: Target) -> str | 
 
 
 def decodes_codes(target: Target) -> bool:
-    """Whether a chip has a kernel that decodes a weight while it multiplies it with many tokens."""
+    """Whether a chip has a kernel that decodes a weight while it multiplies many tokens by the
+    weight."""
     return target.has("wgmma")
 
 

@@ -339,7 +339,7 @@ def linear_config(
 
 def _parts(tiling: Tiling, tiles: int, worth: int, target: Target) -> int:
     """Returns the number of parts of K: as many as the multiprocessors have room for, and at most
-    `worth`."""
+    `worth`, the number of parts that are worthwhile for the length of K."""
     parts = max(tiling.programs * target.num_sms // tiles, tiling.parts)
     return max(min(parts, worth, MOST_PARTS), 1)
 

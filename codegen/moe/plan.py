@@ -3,8 +3,8 @@
 The plan depends on the average number of rows of an expert. With few rows, the GEMMs take as long
 as reading the weights of the chosen experts takes. Operands are then swapped, so that tiles of
 tokens can be small. With many rows, the tensor cores limit the GEMMs, and tiles are as large as
-registers and shared memory allow. The limits below are the numbers of rows at which both ways took
-equal time.
+registers and shared memory allow. Each limit below is the number of rows at which the two choices
+that it separates took equal time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ STREAMED_BY_TENSOR_MEMORY = 48
 # For chips with tensor memory: the smallest number of rows per expert for tiles of 128 rows.
 WIDE_BY_TENSOR_MEMORY = 192
 # Maps a format to the number of rows per expert from which weights are dequantised before the
-# GEMMs. At these numbers, both ways took equal time on an H200.
+# GEMMs. At these numbers, dequantising before the GEMMs and inside the GEMMs took equal time on an
+# H200.
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 256, "mxfp4": 256}
 # The smallest number of rows per expert for tiles of 128 rows.
 WIDE_ROWS = 96

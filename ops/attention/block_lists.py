@@ -51,9 +51,10 @@ class MaskBlocksArguments:
 
     - `attn_mask` [B or 1, H or 1, S or 1, K], with any strides: a bool mask has True for a visible
       key. A mask of numbers is added to the logits, and -inf hides a key.
-    - `hide_lowest`: whether numbers of at most -1.75 E also hide keys, in each tile of 128 queries
-      where every query has a number of at least -E / 8. E is the largest power of two of the mask's
-      dtype; `torch.finfo(dtype).min` is almost -2 E. Boolean masks are not affected.
+    - `hide_lowest`: whether numbers of at most -1.75 E also hide keys. They do so only in tiles of
+      128 queries in which every query has at least one number of -E / 8 or more. E is the largest
+      power of two of the mask's dtype; `torch.finfo(dtype).min` is almost -2 E. Boolean masks are
+      not affected.
 
     Set `hide_lowest` only if a key with such a number has no weight beside keys with ordinary
     numbers. This requires that logits are at most E / 2, that the mask alone determines which keys
@@ -94,14 +95,15 @@ def fake(a: MaskBlocksArguments) -> torch.Tensor:
 
 
 def reference(a: MaskBlocksArguments) -> torch.Tensor:
-    """Computes, for tile t of 128 queries and block b of 64 keys:
+    """Computes the following for tile t of 128 queries and block b of 64 keys:
 
         seen[t, b] = any(mask[128 t:, 64 b:] != -inf)
         whole[t, b] = all(mask[128 t:, 64 b:] == 0)            and there are 64 keys
         out[t] = n, then 2 b + whole[t, b] of the n blocks that are seen, then zeros
 
-    In a boolean mask, a key is seen where the mask is True, and a block is whole if the mask is
-    True in all of it. With hide_lowest, if all(any(mask[128 t:] >= -E / 8, keys)):
+    mask[128 t:, 64 b:] stands for the mask at the queries of tile t and the keys of block b. In a
+    boolean mask, a key is seen where the mask is True, and a block is whole if the mask is True in
+    all of it. With hide_lowest, if all(any(mask[128 t:] >= -E / 8, keys)):
 
         seen[t, b] = any(mask[128 t:, 64 b:] > -1.75 E)
     """
@@ -216,8 +218,8 @@ def check_mask_blocks_values(
     op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None, *, hide_lowest: bool
 ) -> None:
     """Checks that a list of blocks belongs to its mask, if the values may be read. They may be read
-    if they are on the CPU, or if TILEWRIGHT_DEBUG=1 is set. hide_lowest: whether a list is
-    accepted, too, that was computed with hide_lowest. Raises ArgumentError."""
+    if they are on the CPU, or if TILEWRIGHT_DEBUG=1 is set. hide_lowest: whether a list that was
+    computed with hide_lowest is accepted, too. Raises ArgumentError."""
     if mask is None or blocks is None or not readable((blocks,)):
         return
     own = [MaskBlocksArguments(mask, hide_lowest=hides) for hides in {False, hide_lowest}]

@@ -44,7 +44,7 @@ def fake(a: AttentionArguments) -> torch.Tensor:
 
 
 def reference(a: AttentionArguments) -> torch.Tensor:
-    """Computes, in fp32 (float64 for float64 q), for each head of each sequence:
+    """Computes the following in fp32 (float64 for float64 q) for each head of each sequence:
 
         logits = scale * q @ k^T                 k of head h // (Hq / Hkv), times k_scale
         logits = softcap * tanh(logits / softcap)

@@ -87,7 +87,7 @@ def fake(a: GroupedMatmulArguments) -> torch.Tensor:
 
 
 def reference(a: GroupedMatmulArguments) -> torch.Tensor:
-    """Computes, in fp32 (float64 for float64 x), for each row m of group g:
+    """Computes the following in fp32 (float64 for float64 x) for each row m of group g:
 
         out[m] = x[m] @ weight[e]^T + bias[e]
 

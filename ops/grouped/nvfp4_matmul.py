@@ -172,7 +172,7 @@ def fake(a: Nvfp4MatmulArguments) -> torch.Tensor:
 
 
 def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
-    """Computes, in fp32, for each row t of group g:
+    """Computes the following in fp32 for each row t of group g:
 
         A[t, k] = e2m1(a[t, k]) * |a_scales[t, k // 16]|
         B[n, k] = e2m1(b[e, n, k]) * |b_scales[e, n, k // 16]| * expert_scales[e]

@@ -96,7 +96,7 @@ def fake(a: QuantizeNvfp4Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference(a: QuantizeNvfp4Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes, in fp32 with IEEE division, for each block of 16 columns of a row:
+    """Computes the following in fp32 with IEEE division for each block of 16 columns of a row:
 
         scale = e4m3(s * max |x of the block| / 6)        nearest even, at most 448
         code = e2m1(x * (s / scale))                      0 where scale is 0

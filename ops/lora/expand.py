@@ -168,7 +168,8 @@ def fake(a: ExpandArguments) -> Outputs:
 
 
 def reference(a: ExpandArguments) -> Outputs:
-    """Computes, in fp32 (float64 for float64 s), for each projection p (q, k or v) and row t:
+    """Computes the following in fp32 (float64 for float64 s) for each projection p (q, k or v) and
+    row t:
 
         out_p[t] = base_p[t] + scale_p * scales[e] * (s[p, t, :R] @ weight_p[e]^T)
 

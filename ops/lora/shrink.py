@@ -130,7 +130,8 @@ def fake(a: ShrinkArguments) -> torch.Tensor:
 
 
 def reference(a: ShrinkArguments) -> torch.Tensor:
-    """Computes, in fp32 (float64 for float64 a), for each projection p (q, k or v) and row m:
+    """Computes the following in fp32 (float64 for float64 a) for each projection p (q, k or v) and
+    row m:
 
         out[p, m] = a[m] @ weight_p[e]^T
 

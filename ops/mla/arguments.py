@@ -96,9 +96,11 @@ class MlaPrefillArguments:
       scale_block = [bn, bk]. By default, a float8 weight is dequantised to q's dtype.
     - `quantize_latent`: whether latents are quantised too, with a scale for each 1 x bk block
       (ops/formats/fp8_block.py). A float8 weight is then multiplied as codes. If latent_scale_cap
-      is not 0, it replaces the largest magnitude of a block if that is larger.
-    - `latent_scale` [Tk, ceil(L / bk)]: if it is given, `latent` already has such codes, made of
-      normalised and rotated latents. This requires keys="given" and slots="none".
+      is not 0 and the largest magnitude of a block exceeds it, the scale of the block is computed
+      from latent_scale_cap instead.
+    - `latent_scale` [Tk, ceil(L / bk)]: if it is given, `latent` consists of such codes. The
+      latents were normalised before they were quantised, and k_rope is already rotated. This
+      requires keys="given" and slots="none".
 
     The cache:
 
@@ -114,8 +116,8 @@ class MlaPrefillArguments:
       is None, each of num_sequences sequences has the same number of queries.
     - `keys`, `key_offsets` [B + 1], `key_slots` [K], `lookup_table` [B, columns]: as in
       ops/mla/keys.py. Keys are read after the tokens of this call have been written. For
-      keys="table", num_keys = key_offsets[B]. With keys="table" and slots="ragged", a sequence with
-      new tokens has rows for all its keys, cached and new.
+      keys="table", num_keys = key_offsets[B]. With keys="table" and slots="ragged", key_offsets
+      must leave a sequence with new tokens enough rows for all its keys, cached and new.
     - `key_lengths` [B]: keys from this index on are not visible.
     - `positions` [T] or [T / B] (the same for every sequence): the position p of each query.
       Without it, query i of sequence b has the position cache_lengths[b] + i, or i if cache_lengths

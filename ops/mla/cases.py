@@ -37,7 +37,7 @@ class LatentCase:
             it.
         by_position: Whether the tables have a row for each position, instead of a row for each
             token.
-        magnitude: A factor of the values.
+        magnitude: A factor by which the random values are multiplied.
     """
 
     name: str

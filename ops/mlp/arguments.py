@@ -92,7 +92,8 @@ class LinearResidualArguments:
     - `residual` [T, N] of x's dtype.
     - `bias` [N], of x's dtype or float32.
     - `rms_norm`: whether the result of the linear is divided by sqrt(mean of its squares +
-      norm_eps). If norm_weight [N] is given, it is also multiplied by norm_offset + norm_weight.
+      norm_eps). If norm_weight [N] is given, the quotient is also multiplied by norm_offset +
+      norm_weight.
     - `scale`: multiplies the result of the linear, after its norm and before it is added to the
       residual.
     - `weight_format`, `weight_scale`, `weight_zero`, `weight_factor`, `zero_point`, `scale_block`,

@@ -1,6 +1,7 @@
 """`fused_moe`: the routed experts of a mixture, from tokens to tokens; routing is a separate op.
 
-With `weight_on_input`, as in Llama-4, x[t] is multiplied by the weight and rounded to x's dtype.
+With `weight_on_input`, as in Llama-4, x[t] is multiplied by the weight of the route, and the
+product is rounded to x's dtype.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def validate_values(a: FusedMoeArguments) -> None:
 
 
 def reference(a: FusedMoeArguments) -> torch.Tensor:
-    """Computes, in fp32 (float64 for float64 x), for each token t and slot s:
+    """Computes the following in fp32 (float64 for float64 x) for each token t and slot s:
 
         gate = x[t] @ gate_weight[e]^T + gate_bias[e]
         up = x[t] @ up_weight[e]^T + up_bias[e]

@@ -144,7 +144,7 @@ def fake(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes, in fp32 (float64 for float64 x), for each token t:
+    """Computes the following in fp32 (float64 for float64 x) for each token t:
 
         logits = x[t] @ weight^T + bias
         scores = softmax(logits), sigmoid(logits), or logits

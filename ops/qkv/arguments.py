@@ -52,7 +52,7 @@ class FusedQkvArguments:
     - `gate_run`: if it is not 0, the Hq heads alternate between gate_run queries and gate_run gates
       (1 if each query is followed by its gate). Gates are only projected and clipped. If gate_run
       is 0, all heads are queries.
-    - `delta` [T, N of q, k and v], with a contiguous last dimension, values or float32: added to
+    - `delta` [T, N_q + N_k + N_v], with a contiguous last dimension, values or float32: added to
       the projections. It has the columns of q, then k, then v, like the packed result of
       `lora_expand_add`.
     - `clip`: if it is not 0, values are clamped to [-clip, clip] after bias and delta.

@@ -40,7 +40,7 @@ def validate_values(a: KvStoreArguments) -> None:
 
 
 def reference(a: KvStoreArguments) -> None:
-    """Computes, in fp32 (float64 for float64 k), for each token t:
+    """Computes the following in fp32 (float64 for float64 k) for each token t:
 
         k_cache[slot of t] = rope(k[t]) / k_cache_scale
         v_cache[slot of t] = v[t] / v_cache_scale

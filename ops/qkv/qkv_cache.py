@@ -84,7 +84,7 @@ def fake(a: FusedQkvArguments) -> torch.Tensor:
 
 
 def reference(a: FusedQkvArguments) -> torch.Tensor:
-    """Computes, in fp32 (float64 for float64 values), for each token t:
+    """Computes the following in fp32 (float64 for float64 values) for each token t:
 
         y = x / sqrt(mean(x^2) + input_norm_eps) * (input_norm_offset + input_norm_weight)
         q = rope(norm(clip(y @ q_weight^T + q_bias + delta[q columns])))

@@ -66,8 +66,8 @@ class AttentionCall:
             Queries do not attend to keys at later positions.
         query_positions: The position of each query, int [T], [S] or [B, S], instead of
             query_starts.
-        mask, window: "none", "causal", "sliding_window" (causal, of the last `window` keys) or
-            "chunked" (causal, within chunks of `window`).
+        mask, window: "none", "causal", "sliding_window" (causal, and only the last `window` keys)
+            or "chunked" (causal, within chunks of `window`).
         attn_mask: A mask [B or 1, H or 1, S or 1, K] for dense sequences, where K is at least the
             number of keys of a sequence. A bool mask has True for a visible key. A mask of numbers
             is added to the logits.
@@ -77,7 +77,8 @@ class AttentionCall:
         out_dtype: The dtype of the result.
         return_lse: Whether the call also returns the natural log-sum-exp of the scaled logits, fp32
             [T, H].
-        tables: The tables by which q's last columns are rotated first.
+        tables: The tables by which q's last columns are rotated before attention; None for no
+            rotation.
 
     The tensors may have any strides, but their last dimension is contiguous. v may be contiguous
     along its keys instead, which is fastest for 8 bits. If a query attends to no key, its result is

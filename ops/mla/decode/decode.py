@@ -44,7 +44,7 @@ def fake(a: MlaDecodeArguments) -> torch.Tensor:
 
 
 def reference(a: MlaDecodeArguments) -> torch.Tensor:
-    """Computes, in fp32 (float64 for float64 q), for each head h:
+    """Computes the following in fp32 (float64 for float64 q) for each head h:
 
         q_latent = q_nope @ W_UK[h]                          q's first N columns
         logits = scale * (q_latent | q_rope) @ (latent | rope_keys)^T + attn_mask

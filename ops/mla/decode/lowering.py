@@ -87,8 +87,9 @@ def _latent_rounding(a: MlaDecodeArguments) -> RowRounding | None:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The weights [K, W] of H heads: numbers, or float8 codes whose scales multiply the sums of
-    steps. The weights are parts of the up-projection's weight [rows, L].
+    """The weights [K, W] of H heads: numbers, or float8 codes. The kernel multiplies the sum of
+    each step over K by the scale that the codes of the step share. The weights are parts of the
+    up-projection's weight [rows, L].
 
     Attributes:
         data: The numbers or codes [H, K, W].

@@ -77,7 +77,7 @@ def validate_values(a: LatentStoreArguments) -> None:
 
 
 def reference(a: LatentStoreArguments) -> None:
-    """Computes, in fp32 (float64 for float64 latents), for each token t:
+    """Computes the following in fp32 (float64 for float64 latents) for each token t:
 
         latent_cache[slot of t] = norm(latent[t])
         rope_cache[slot of t] = rope(k_rope[t])

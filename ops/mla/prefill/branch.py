@@ -65,7 +65,7 @@ def fake(a: MlaBranchArguments) -> torch.Tensor:
 
 
 def reference(a: MlaBranchArguments) -> torch.Tensor:
-    """Computes, in fp32 (float64 for float64 q), for each head of each sequence:
+    """Computes the following in fp32 (float64 for float64 q) for each head of each sequence:
 
         latent, k_rope = norm(latents[:, :L]), rope(latents[:, L:])   rounded; stored in `blocks`
         q = q_nope | rope(q_rope)                                     q's first N and last R columns

@@ -98,7 +98,7 @@ def fake(a: PlanArguments) -> Plan:
 
 
 def reference(a: PlanArguments) -> Plan:
-    """Computes exact integers, for each chunk c and sequence b:
+    """Computes the following integers exactly for each chunk c and sequence b:
 
         length[b] = cache_lengths[b] + new tokens of b, rounded up to whole pages
         start[b] = sum of length[:b]

@@ -204,7 +204,7 @@ def _absorbed(
 
 def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
     """Returns the call. If TMA cannot read the weight from its address, a copy replaces the weight.
-    Latents that are codes are replaced in the same case."""
+    The same applies to latents that are passed as codes."""
     if not is_aligned(a.kv_b_weight):
         a = replace(a, kv_b_weight=a.kv_b_weight.clone())
     if a.latent_scale is not None and not is_aligned(given(a.latent)):

@@ -41,7 +41,7 @@ def fake(a: MlaPrefillArguments) -> torch.Tensor:
 
 
 def reference(a: MlaPrefillArguments) -> torch.Tensor:
-    """Computes, in fp32 (float64 for float64 q), for each head of each sequence:
+    """Computes the following in fp32 (float64 for float64 q) for each head of each sequence:
 
         latent, k_rope = norm(latent), rope(k_rope)            of new tokens; rounded and stored
         q = q_nope | rope(q_rope)                              q's first N and last R columns
