@@ -379,8 +379,8 @@ def plan(found: Findings, options: Options, done: int = 0) -> tuple[list[Match],
 
 
 def _losers(conflicts: nx.Graph, wanted: Sequence[Match]) -> dict[int, int]:
-    """Returns the matches to give up. The result maps the number of each such match to the number
-    of a kept match with which it conflicts."""
+    """Returns the matches to give up. The result maps the index of each such match in `wanted` to
+    the index of a kept match with which it conflicts."""
     compatible = nx.complement(conflicts)
     for i in compatible:
         compatible.nodes[i]["weight"] = len(wanted[i].absorbed) + len(wanted[i].stores)

@@ -207,8 +207,8 @@ def _report_breaks() -> None:
 
 
 def _listener_of_frame() -> tuple[Listener | None, Mapping[str, Any], Mapping[str, Any]]:
-    """Returns (listener, the backend's options, Dynamo's variables) of the compilation that is
-    ending. The listener is None if its backend has none."""
+    """Returns (listener, the backend's options, the local variables of Dynamo's frame) of the
+    compilation that is ending. The listener is None if its backend has none."""
     place: FrameType | None = sys._getframe()
     while place is not None:
         if place.f_code.co_filename == convert_frame.__file__ and "compiler_fn" in place.f_locals:

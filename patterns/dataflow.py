@@ -272,8 +272,8 @@ class Store:
         accumulate: Whether the write adds instead of overwriting.
         note: Why something is not known about the write.
         along: A target dimension in which each row has its own slots, as in `scatter_`. The first
-            dimension of the index tensors also runs over it. `source` does not count it as one of
-            the "other dimensions".
+            dimension of the index tensors runs over its rows, too. In the order of `source`, it is
+            therefore one of the index dimensions, and not one of the other dimensions.
     """
 
     memory: Memory

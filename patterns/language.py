@@ -368,7 +368,8 @@ class Pattern(Protocol):
         """The op that matches are rewritten to."""
 
     def anchors(self, flow: Dataflow) -> Iterable[Any]:
-        """Yields the anchors, which are cheap to find and stable."""
+        """Yields the anchors. They should be nodes that are quick to find and that occur in every
+        way to write the subgraph."""
 
     def match(self, anchor: Any, flow: Dataflow) -> Match:
         """Returns the match at this anchor. If there is none, raises :class:`Reject` with the

@@ -37,8 +37,8 @@ Scales = tuple[torch.Tensor, torch.Tensor]
 
 
 class PagedLayer(StaticLayer):
-    """The pools of one layer. All layers share `pages`, and the first layer adds the new tokens to
-    its count.
+    """The pools of one layer. All layers share `pages`, and only the first layer adds the new
+    tokens to the count in `pages`.
 
     stored: the dtype of the pools; None for the dtype of the keys and values.
     scales: the factors by which 8-bit floats in the pools are multiplied.

@@ -44,8 +44,8 @@ class Pages:
         self.block_table = torch.zeros((0, self.width), dtype=torch.int32)
         # Whether the caller reserves the pages for compiled calls.
         self.ahead = False
-        # An upper bound of the number of tokens present. Every forward pass may have used all
-        # reserved tokens.
+        # An upper bound of the number of tokens present. It counts all reserved tokens, because
+        # forward passes may have used all of them.
         self._most = 0
 
     @property

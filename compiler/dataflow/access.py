@@ -24,14 +24,14 @@ from tilewright.compiler.dataflow import spelling
 from tilewright.compiler.dataflow.spelling import argument, is_torch_function, name_of
 from tilewright.compiler.dataflow.writes import WRITES
 
-#: The size of each cache of answers. A size this small is enough, because a model calls few
-#: functions at few shapes.
+#: The largest number of answers that each table of answers keeps. This number is enough, because a
+#: model calls few functions at few shapes.
 MAX_REMEMBERED = 1024
 
 
 @dataclass(frozen=True)
 class Access:
-    """The effects that a node may have on memory.
+    """The changes that a node may make in memory.
 
     written: the tensors whose elements the node may change. They are the example values of the
         graph's nodes, not copies of them.

@@ -74,8 +74,9 @@ class _Builder:
         self.reshaped: set[int] = set()
         self.operations = Operations(self._operand, self.unknown)
         self.failed: list[tuple[fx.Node, Exception]] = []
-        #: For each subclass, the first node that holds the tensor inside the subclass. A node whose
-        #: tensor is plain is preferred.
+        #: Maps a node whose tensor is a subclass to another node that holds the same elements: to
+        #: the node with the plain tensor inside, or to an earlier node whose tensor is a subclass,
+        #: too.
         self.inner: dict[fx.Node, fx.Node] = {}
 
     # --- one node ---
@@ -393,8 +394,8 @@ class _Builder:
     def _store(
         self, node: fx.Node, target: fx.Node, store: Store, result: Any, others: tuple = ()
     ) -> None:
-        """Adds one write. `others` are further values on which a write of unknown effect may
-        depend."""
+        """Adds one write. `others` are further values from which the node may compute the written
+        data, if it is not known what the node writes."""
         before = self._read(target)
         args = (before, store.source, tuple(store.index.values()), others)
         value = self._value("store", args, store.memory.root.meta["example_value"], node, {}, store)

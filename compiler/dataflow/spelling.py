@@ -386,7 +386,8 @@ def _offset(index: Size, length: Size) -> Size:
 
 
 def _end(index: Size, length: Size) -> Size:
-    """Returns one end of a slice. An end may lie before the first element."""
+    """Returns one end of a slice as an index from the front. An end before the first element
+    becomes 0."""
     at = _offset(index, length)
     return max(at, 0) if isinstance(at, int) else at
 

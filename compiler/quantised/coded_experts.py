@@ -7,8 +7,8 @@ from torch import nn
 
 
 class CodedExperts(nn.Module):
-    """The experts of a mixture: x [T, K], the chosen experts [T, S] and their weights [T, S] give
-    [T, K].
+    """The experts of a mixture. A call takes x [T, K], the chosen experts [T, S] and their weights
+    [T, S], and returns [T, K].
 
     There is a subclass for each way of storing codes; it implements `of_rows`. Dimension letters: T
     tokens, S slots, K columns.

@@ -176,8 +176,8 @@ def _power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:
 
 
 class FloatLinear(CompressedLinear, DividedLinear):
-    """A linear of 4-bit E2M1 codes. Each byte has two codes, with the even one in the low nibble.
-    NVFP4 divides its scales by a number. The scales of MXFP4 are powers of two."""
+    """A linear of 4-bit E2M1 codes. Each byte has the codes of two columns, with the even column in
+    the low nibble. NVFP4 divides its scales by a number. The scales of MXFP4 are powers of two."""
 
     weight_packed: torch.Tensor
 

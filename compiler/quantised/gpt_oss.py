@@ -72,8 +72,8 @@ class Mxfp4Experts(CodedExperts):
 
 
 class RoutedExperts(nn.Module):
-    """A mixture x [B, L, H] that returns the experts' results [B, L, H] and the router's logits [B
-    * L, E]."""
+    """A mixture that takes x [B, L, H], and returns the experts' results [B, L, H] and the router's
+    logits [B * L, E]."""
 
     def __init__(self, router: nn.Module, experts: nn.Module) -> None:
         super().__init__()

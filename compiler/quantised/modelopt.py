@@ -100,7 +100,7 @@ class ModelOptConfig(QuantizationConfigMixin):
         self.quantized_layers = dict(quantized_layers or {})
 
     def linear_of(self, path: str) -> type[Float8]:
-        """Returns the class for a linear, given by its name. Raises ValueError for an algorithm
+        """Returns the class for the linear whose name is `path`. Raises ValueError for an algorithm
         without a class."""
         own = self.quantized_layers.get(path, {}).get("quant_algo", self.quant_algo)
         if str(own).upper() not in ALGORITHMS:

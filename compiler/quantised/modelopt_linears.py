@@ -108,7 +108,8 @@ class Float8Blocks(Float8):
 class Float4(Float8):
     """A linear in NVFP4.
 
-    weight: [N, K / 2], bytes that hold two E2M1 codes each, with the even one in the low nibble.
+    weight: [N, K / 2], bytes that hold the E2M1 codes of two columns each, with the even column in
+        the low nibble.
     weight_scale: [N, K / 16] in e4m3.
     weight_scale_2: [1, 1].
     input_scale: []. Activations are rounded to the same format, with this scale in place of

@@ -99,7 +99,8 @@ class Census:
         return Census(tuple(points))
 
     def counts(self) -> dict[tuple[Kind, Account, str], int]:
-        """Returns the number of points by (kind, account, reason)."""
+        """Returns the number of points for each (kind, account, reason), which are the fields
+        `kind`, `account` and `why` of a point."""
         return dict(Counter((p.kind, p.account, p.why) for p in self.points))
 
     def as_dict(self) -> dict[str, Any]:

@@ -92,8 +92,8 @@ class Failures:
 
     @cached_property
     def repro(self) -> Path | None:
-        """The file that reproduces the failure. The first call writes it. It is None if the user
-        asks for no file."""
+        """The file that reproduces the failure. The first access writes it. It is None if
+        TILEWRIGHT_REPRO is not set, or if the file cannot be written."""
         return write_repro(self.gm, self.options)
 
 

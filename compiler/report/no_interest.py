@@ -71,7 +71,7 @@ class Behind:
     ends: the points that read the value.
     returned: whether the graph returns a value on the way.
     activated: whether an activation is applied on the way.
-    added: whether a tensor of equal size is added on the way that is computed neither from the
+    added: whether, on the way, a tensor of equal size is added that is computed neither from the
         value nor from stored tensors alone.
     gated: whether the value, or a value on the way, is an elementwise product of two tensors of its
         own shape.

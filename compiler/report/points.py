@@ -18,8 +18,8 @@ from tilewright.patterns.recognise.attention import is_spelled_softmax
 from tilewright.patterns.recognise.attention_varlen import FORMS
 
 #: The sources of a value. `own`: it is computed only from tensors that the model stores. `given`:
-#: it is also computed from inputs of the graph, or from results of points. `made`: it is computed
-#: only from factories.
+#: it is also computed from other inputs of the graph, or from results of points. `made`: it is
+#: computed only from factories.
 Origin = Literal["own", "given", "made"]
 
 PRODUCTS = re.compile(

@@ -1,4 +1,5 @@
-"""Finds in-place writes that do not read the old values, and how much they write."""
+"""Finds in-place writes that read at most the elements that they overwrite, and how much they
+write."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ class Put:
 
 
 def put_of(node: fx.Node) -> Put | None:
-    """Returns a node's write into its first argument. Returns None if the node may read everything
-    that it writes."""
+    """Returns a node's write into its first argument. Returns None if the node writes nothing, or
+    may read other elements of the argument."""
     name = name_of(node)
     target = argument(node, 0, "input")
     if name not in WRITES or not isinstance(target, fx.Node):

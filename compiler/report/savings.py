@@ -190,8 +190,8 @@ class _Graph:
 
     @property
     def tokens(self) -> int | None:
-        """The number of rows of the first fused op with codes. None if no such op has a number of
-        rows."""
+        """The number of rows of the first fused op that reads codes and whose number of rows is not
+        symbolic. None if there is no such op."""
         coded = {read.node for read in self.weights.reads if read.how == "codes"}
         facts = (str(s.shapes.get("x", "")) for s in self.report.matches if s.node in coded)
         found = (re.match(r"\w*\[(\d+),", fact) for fact in facts)

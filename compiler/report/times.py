@@ -139,8 +139,8 @@ def spent_of(unit: Unit, caches: int, present: int | None, target: Target) -> Sp
 
 
 def _beyond_l2(size: int, target: Target) -> float:
-    """Returns the number of bytes that memory moves in the time that `size` bytes between parts
-    take. Bytes that fit into the L2 cache come from there and therefore count less."""
+    """Returns the number of bytes that memory moves in the time that it takes to pass `size` bytes
+    from part to part. Bytes that fit into the L2 cache come from there and therefore count less."""
     near = min(size, target.l2_bytes)
     return size - near + near / L2_SPEED
 

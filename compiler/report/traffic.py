@@ -68,8 +68,8 @@ class Unit:
         of attention.
     scratch: the bytes that a fused op writes and then reads itself.
     family: the folder of `ops/` that has the fused op; empty for other units.
-    codes: the format of the weights that the kernels of the unit decode, as a key of
-        WEIGHT_FORMATS; empty if there are none.
+    codes: the format of the weights that a kernel of the unit decodes while it multiplies by them,
+        as a key of WEIGHT_FORMATS; empty if there are none.
     stores_codes: whether the unit reads weights that are stored as codes. The kernels or the graph
         decode these weights.
     preparations: the number of the unit's kernels that prepare x for a product with codes.
@@ -148,8 +148,9 @@ def _unit(
 
 
 def _codes(site: Site | None) -> str:
-    """Returns the format of a site's weights if a kernel decodes them, otherwise an empty
-    string."""
+    """Returns the format of a site's weights if the kernel that multiplies by them also decodes
+    them. Returns an empty string if they are not codes, or if a separate kernel decodes them
+    first."""
     if site is None or any(role_of(kernel.spec) == "decodes codes" for kernel in site.kernels):
         return ""
     named = (str(site.shapes.get(name, "")) for name in ("weights", "weight"))
@@ -192,7 +193,7 @@ class _Memory:
     makers: for each (node, storage), the node that made the contents that this node reads from the
         storage.
     writes: for each node that computes, the tensors that it writes in place (most often none).
-    puts: the writes that do not read their target.
+    puts: the writes by nodes that read at most the elements that they overwrite.
     """
 
     owned: set[int] = field(default_factory=set)
@@ -514,7 +515,8 @@ class _Moved:
         return not keys(_tensors(node)).isdisjoint(keys([tensor]))
 
     def _share(self, node: fx.Node) -> float:
-        """Returns the share of stacked experts that is in use; 1 for other nodes."""
+        """Returns the share of the stacked experts that a node uses; 1 for a node without
+        experts."""
         site = self.sites.get(node.name)
         if site is not None:
             return share_of_experts(site)

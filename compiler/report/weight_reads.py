@@ -23,11 +23,12 @@ from tilewright.ops.formats.weight import StoredWeight
 from tilewright.ops.groups import OptionalGroup
 from tilewright.patterns.dataflow import scope_of
 
-#: How a product reads weights. "hidden" means that an operator takes codes, and that nothing tells
-#: how it reads them.
+#: How a product reads weights: as codes, as numbers that the graph has decoded from codes, or as
+#: numbers that the model stores. "hidden" means that an operator takes codes, and that nothing
+#: tells how it reads them.
 How = Literal["codes", "decoded", "hidden", "numbers"]
 Role = Literal["codes", "scales", "zeros"]
-#: The role of each field of a StoredWeight that has a tensor.
+#: Maps the fields of a StoredWeight that hold tensors to the roles of these tensors.
 _ROLES: Mapping[str, Role] = {
     "data": "codes",
     "scale": "scales",
@@ -49,7 +50,8 @@ class WeightRead:
     by: the pattern of a fused op, or the name of the function.
     form: the stored format, in words.
     numbers: the number of weights; for experts, only the weights of the experts in use.
-    codes, scales, zeros: the bytes of each that a step reads.
+    codes, scales, zeros: the bytes of each that a step reads. The bytes of weights that are not
+        codes count as `codes`.
     stored: the number of these bytes that the model stores. The graph computes the other bytes.
     """
 
@@ -76,7 +78,7 @@ class GraphWeights:
     """The weights of a rewritten graph.
 
     decoding: the names of the nodes that compute numbers or scales from codes.
-    rounds: whether products read activations as codes, too.
+    rounds: whether a product reads its activation as codes, too.
     """
 
     reads: tuple[WeightRead, ...]
@@ -92,7 +94,9 @@ def weights_of(graph: GraphReport, units: Iterable[Unit]) -> GraphWeights:
 
 @dataclass
 class _Tensors:
-    """The tensors of a weight, each with its role. Each node occurs once."""
+    """The tensors of all weights that a node reads as codes. `roles` maps the node of each tensor
+    to the tensor's role, `numbers` is the number of weights, and `forms` has their formats in
+    words."""
 
     roles: dict[fx.Node, Role] = field(default_factory=dict)
     numbers: int = 0

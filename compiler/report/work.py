@@ -68,8 +68,8 @@ def share_of_experts(site: Site) -> float:
     for a site without experts.
 
     The function assumes that tokens are spread evenly over all experts of the router, including the
-    experts on other devices. Kernels of dot products read an expert once for each token that
-    chooses it.
+    experts on other devices. A kernel that computes dot products for each token reads an expert
+    once for each token that chooses it.
     """
     facts = site.shapes
     tokens = re.search(r"\[(\d+),", str(facts.get("x", "")))

@@ -260,8 +260,8 @@ def _no_kernel(op: FusedOp, node: fx.Node, chip: Target | None) -> str:
 
 
 def _insert(op: FusedOp, match: Match, materialiser: Materialiser) -> fx.Node:
-    """Adds the node of the op. Its arguments are positional, up to the first argument that has its
-    default."""
+    """Adds the node of the op. The call passes arguments by position up to the first one that the
+    match leaves out, and by name after it."""
     _check_names(op, match)
     given = {name: materialiser.argument(item) for name, item in match.arguments.items()}
     positional: list[Any] = []
@@ -313,8 +313,8 @@ def _output(result: Result | Parts, node: fx.Node, materialiser: Materialiser) -
 
 
 def _held_parts(parts: Parts, flow: Dataflow) -> list[tuple[fx.Node, Effect]]:
-    """Returns the views of a value that the op's output holds. Views of these views are left
-    out."""
+    """Returns the nodes that are views of a value and that the op's output holds, each with the
+    effect that selects it from the output. Leaves out views of these views."""
     found: dict[fx.Node, Effect] = {}
     held: set[fx.Node] = set()
     for node in flow.nodes_of(parts.replaced):
@@ -346,7 +346,7 @@ def _redirect(old: fx.Node, new: fx.Node) -> None:
 
 
 def _erase(match: Match, materialiser: Materialiser, replaced: Sequence[fx.Node]) -> None:
-    """Erases the absorbed writes, and the nodes that only they used."""
+    """Erases the writes and values that the op replaces, and the nodes that only they used."""
     graph, flow = materialiser.graph, materialiser.flow
     candidates: list[fx.Node] = []
     for store in dict.fromkeys(s.node for s in (*match.stores, *match.scratch)):

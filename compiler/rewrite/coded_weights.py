@@ -77,7 +77,8 @@ class CodedWeights:
 
 
 def _is_read(weight: Any) -> bool:
-    """Whether a weight is a graph input and belongs to a library's class for quantised codes."""
+    """Whether a weight is an input of the graph and has a class whose codes the backend can decode
+    in a graph."""
     held = weight.meta.get("example_value") if isinstance(weight, fx.Node) else None
     if held is None or weight.op not in ("placeholder", "get_attr"):
         return False

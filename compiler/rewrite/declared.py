@@ -383,7 +383,8 @@ def _obstacle(node: fx.Node) -> str:
 
 
 def require_same_layout(trace: Trace, expected: Sequence[Any]) -> None:
-    """Raises UnfitError if a meaning returns tensors of other layouts than the operator."""
+    """Raises UnfitError if a meaning returns tensors of other dtypes, shapes or devices than the
+    operator."""
     made = [out.meta["val"] if isinstance(out, fx.Node) else out for out in trace.outputs]
     of_both = [[*map(_laid_out, results)] for results in (made, expected)]
     if of_both[0] != of_both[1]:
@@ -399,8 +400,8 @@ def _laid_out(held: Any) -> str:
 
 
 def _rooms(call: fx.Node, trace: Trace) -> dict[fx.Node, fx.Node]:
-    """Returns the tensors that the graph allocates only for this call to fill, by the input of the
-    trace. The nodes after the call may read a new tensor instead."""
+    """Returns the tensors that the graph allocates only for this call to fill. The result maps the
+    input of the trace to the tensor. The nodes after the call may read a new tensor instead."""
     given = dict(zip(trace.inputs, call.all_input_nodes, strict=True))
     return {taken: given[taken] for taken in trace.copies if _is_room(given[taken], call)}
 

@@ -1,8 +1,8 @@
 """Removes dropouts that are off.
 
-Such a dropout returns its input itself. A write to its result is therefore a write to a tensor that
-has other names, too. In the trace, however, its fake result has memory of its own. Nodes whose fake
-tensors lie in that memory are run again, on the memory that they really have.
+Such a dropout returns its input itself. A write to its result therefore writes to the input. In the
+trace, however, its fake result has memory of its own. Nodes whose fake tensors lie in that memory
+are run again, on the memory that they really have.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ _ACTIVATIONS = frozenset(
     {"relu", "relu6", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "hardtanh",
      "hardswish", "hardsigmoid"}
 )  # fmt: skip
-# Functions that fill memory with zeros. A change of some rows becomes a call that copies the other
-# rows. Therefore such a change is rewritten only in memory that one of these functions made, and
-# never in a cache.
+# Functions that return zeros. A change of some rows of a tensor becomes a call that also copies the
+# other rows. Therefore such a change is replaced only if a function in _ROWS_ADDED or _ROWS_PUT
+# returned the tensor, and never in a cache.
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
 _ROWS_ADDED = dict.fromkeys(
@@ -57,8 +57,8 @@ _ROWS_ADDED = dict.fromkeys(
     _ZEROS | _PRODUCTS | {"add", "mul", "clone", "index_add", "scatter_add"},
 )
 _ROWS_PUT = _ZEROS | {"index_put"}
-#: The largest number of nodes that may have a tensor in a storage. A storage with more nodes is
-#: left alone.
+#: The largest number of nodes whose tensors may lie in one storage. Changes in place of a storage
+#: with more nodes stay.
 _MAX_NAMES = 64
 
 
@@ -223,15 +223,17 @@ class _Rewriter:
     """Goes through a graph in program order.
 
     writing: the targets that may write in place.
-    names: for each storage, the nodes so far that have a tensor in it.
+    names: for each storage, the nodes visited so far whose tensors lie in it.
     last: for each node, the position of its last reader.
-    result: for each node that was made new, the node to read instead.
+    result: for each node whose tensor a replaced call wrote, that call. Later nodes read the result
+        of the call instead of the tensor.
     former: the inverse of `result`.
     moved: the nodes whose tensors now lie in other storages, because their input is new, each with
         its former storages.
     stepped: the moved nodes whose strides changed, too.
     kept: the former tensors of nodes. They are kept alive so that no new storage gets the key of an
         old one.
+    shared: the storages that share memory with other storages, as LIES_WITH says.
     """
 
     graph: fx.Graph
@@ -313,7 +315,7 @@ class _Rewriter:
         if made is None:
             old.put_into(node)
             return False
-        # Later views of the node lay in the storage of the first node that it replaces.
+        # The nodes that view the new tensor viewed the storages of `base` before.
         self.moved[node] = self.moved.get(base, set()) | set(_compat.storages_of(base))
         if base in self.stepped or not same_steps(made, base.meta["example_value"]):
             self.stepped.add(node)
@@ -374,8 +376,8 @@ class _Rewriter:
         )
 
     def _read_behind(self, name: fx.Node, node: fx.Node) -> list[torch.Tensor]:
-        """Returns the tensors of `name` that may be read after a node. If `name` has several
-        tensors, returns only those that a later node takes from it."""
+        """Returns the tensors of the node `name` that may be read after another node. If `name` has
+        several tensors, returns only those that a later node takes from it."""
         behind = [user for user in name.users if node < user]
         several = not isinstance(name.meta["example_value"], torch.Tensor)
         if several and all(user.target is operator.getitem for user in behind):

@@ -40,7 +40,7 @@ class SpelledOut:
         call to fill is among them.
     added: the spelled-out nodes, in order.
     ends: the added nodes that stand for the results, in the same order.
-    regrouped: the last added nodes that only regroup dimensions, each with its input.
+    regrouped: maps each of the last added nodes, if these only regroup dimensions, to its input.
     """
 
     call: fx.Node

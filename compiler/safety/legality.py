@@ -3,8 +3,8 @@ own.
 
 The fused op takes the place of the last absorbed write or, if it absorbs no write, of the last
 replaced value. Between the first absorbed write and that place, no other node may read or write the
-cache. At that place, the op's inputs must still hold the values that the absorbed nodes read. No
-other node may use an absorbed value.
+elements of the cache that the absorbed writes fill. At that place, the op's inputs must still hold
+the values that the absorbed nodes read. No other node may use an absorbed value.
 """
 
 from __future__ import annotations

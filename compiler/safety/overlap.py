@@ -94,8 +94,8 @@ class _Ranges:
         self.reach = list(accumulate((piece.end for piece, _ in self.ordered), max))
 
     def touching(self, piece: _Piece) -> Iterator[tuple[_Piece, int]]:
-        """Yields (other piece, its input) for every piece that has a byte between the first and the
-        last byte of `piece`."""
+        """Yields (other piece, its input) for every piece whose range of addresses overlaps that of
+        `piece`."""
         at = bisect_left(self.starts, piece.end)
         while at and self.reach[at - 1] > piece.start:  # pieces further down end earlier
             at -= 1

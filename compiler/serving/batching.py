@@ -61,7 +61,8 @@ class BatchingConfig(ContinuousBatchingConfig):
 
     @classmethod
     def of(cls, config: ContinuousBatchingConfig | None) -> BatchingConfig:
-        """Returns a copy of any settings for a model that `enable` has changed."""
+        """Returns the given settings, which may be None, as a `BatchingConfig` for a model that
+        `enable` has changed. The given settings do not change."""
         made: Any = cls() if config is None else copy.copy(config)
         if not isinstance(made, cls):
             made.__class__ = cls

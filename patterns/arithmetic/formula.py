@@ -47,8 +47,8 @@ Signature = tuple[str, ...]
 
 
 class Found(NamedTuple):
-    """The bindings of a formula's names, and the values that the formula matched. The last value
-    comes first."""
+    """The bindings of a formula's names, and the values that the formula matched. The value that is
+    computed last comes first."""
 
     bound: dict[str, Any]
     absorbed: tuple[Value, ...]
@@ -66,9 +66,9 @@ class Formula:
     """A pattern of arithmetic. `a | b` tries the formula a, and then b.
 
     Attributes:
-        matcher: Matches an argument.
-        roots: The last operations that are possible; None for any.
-        fits: Returns whether an argument with a signature can match.
+        matcher: A function that matches an argument of an operation.
+        roots: The operations that may compute a matched value; None for any operation.
+        fits: A function that returns whether an argument with a given signature can match.
         ways: The alternatives of this formula.
     """
 
@@ -368,8 +368,9 @@ def _fit(wanted: Sequence[Formula], given: Signature) -> bool:
 
 
 def _positional(value: Value, count: int) -> tuple[Any, ...] | None:
-    """Returns the first `count` arguments of an operation; None if the operation has other options.
-    If `count` is one, more arguments are allowed, because they are options."""
+    """Returns the first `count` arguments of an operation. Returns None if it has another number of
+    arguments, or a keyword argument that changes its result. If `count` is one, the operation may
+    have more arguments, because these are options."""
     args, kwargs = value.args, value.kwargs
     if len(args) != count and (count != 1 or not args):
         return None

@@ -78,8 +78,8 @@ def by_token(q: View) -> View:
 
 
 def check_dense(view: View, who: str, attention: Attention, flow: Dataflow) -> None:
-    """Raises Reject (ATTENTION_FORM) unless the rows of a view are contiguous. who: the name of a
-    row in the message."""
+    """Raises Reject (ATTENTION_FORM) unless the rows of a view are contiguous. who: what the
+    message calls a row, such as "key"."""
     if not flow.rows_are_dense(view):
         why = f"the numbers of a {who} are not contiguous in memory"
         hint = (

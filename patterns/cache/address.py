@@ -149,7 +149,8 @@ _EXACT = ("index_copy_", "scatter_")
 
 
 def _refuse(code: str, message: str, culprit: Value | View, hint: str = "") -> NoReturn:
-    """Raises Reject at the first stage, so that no pattern matches the write."""
+    """Raises Reject at the first stage (`Stage.ANCHORED`), for a write that no pattern can
+    match."""
     reject(code, Stage.ANCHORED, message, culprit, hint=hint)
 
 

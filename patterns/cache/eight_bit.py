@@ -85,8 +85,9 @@ def _earlier(written: Written, dtype: torch.dtype) -> Written | None:
 
 
 def _is_rounding(written: Written, dtype: torch.dtype) -> bool:
-    """Whether the op may omit a cast. The op may omit the rounding that it computes itself, a
-    rounding directly before its own rounding, and a cast to a wider dtype."""
+    """Whether a cast of the graph may disappear. Three casts may: the cast to `dtype`, because the
+    op rounds to `dtype` itself; a rounding directly before that cast; and a cast to a wider
+    dtype."""
     value = written.view.value
     before = value.args[0].value.dtype
     if before not in WIDE:

@@ -110,8 +110,8 @@ def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
     """Yields the in-place writes that may fill a cache, in program order.
 
     The cache is an input of rank three or more. The written data come from a projection in the
-    graph, or are an input of the graph. An input must be written to only a part of the cache, as
-    the keys of new tokens are written to their slots.
+    graph, or are an input of the graph. If they are an input, the write must fill only a part of
+    the cache, as a write of new keys fills only their slots.
     """
     fused = {op.qualified_name for op in all_ops()}
     wanted = [value for value in flow.stores if _may_be_cache(value, flow, fused)]

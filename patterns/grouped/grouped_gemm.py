@@ -131,8 +131,8 @@ def _weight_only(gemm: ExpertGemm, weight: DequantizedExperts | None) -> dict[st
 
 
 def _check_gain(gemm: ExpertGemm) -> None:
-    """Raises Reject (NO_GAIN) for short sums over many rows in bfloat16, for which torch's kernel
-    is as fast."""
+    """Raises Reject (NO_GAIN) for bfloat16 products with a small K and many rows, for which torch's
+    kernel is as fast."""
     rows, inner = gemm.x.shape
     experts = gemm.weight.shape[0]
     known = all(isinstance(size, int) for size in (rows, inner, experts))
@@ -181,7 +181,7 @@ def _both_quantised(
 
 
 def _factors_of(weight: DequantizedExperts, rows: DequantizedExperts) -> list[Computed] | None:
-    """Returns tensors [E] whose product is the factor that all rows share, once for each expert.
+    """Returns tensors [E] whose product has, for every expert, the factor that all rows share.
     Returns None if the op does not support the blocks or the factors of the rows."""
     assert rows.scale is not None
     own = unrepeated(rows.scale.effect.dims[1])[1]
@@ -191,7 +191,7 @@ def _factors_of(weight: DequantizedExperts, rows: DequantizedExperts) -> list[Co
 
 
 def _by_expert(rows: DequantizedExperts, num_experts: int) -> list[Computed] | None:
-    """Returns tensors [E] whose product is the factor that all rows share, once for each expert.
+    """Returns tensors [E] whose product has, for every expert, the factor that all rows share.
     Returns None if rows have different factors."""
     views = (*rows.factors, *rows.divisors)
     if not all(effects.repeats(view.effect.dims[0]) for view in views):
@@ -246,7 +246,8 @@ class SignedScales:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Yields products that the NVFP4 op could compute if the signs of the scales were known."""
+        """Yields products that the NVFP4 op could compute if the graph showed that no scale is
+        negative."""
         for value in GroupedGemm().anchors(flow):
             if _signed_in(value):
                 yield value

@@ -92,8 +92,9 @@ def _by_index(view: View) -> Product | None:
 
 
 def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product | None:
-    """Returns x times weight[index] as a product; else None. result: the names of the dimensions of
-    the result. The operands use the same names."""
+    """Returns the product of x and `weight`. Returns None if `weight` is not a stack of matrices
+    that is indexed by row. result: the names of the dimensions of the result. The operands use the
+    same names."""
     matrices = weight.view
     taken = gathered(matrices.value.whole)
     if taken is None or not is_index(taken[1]):

@@ -46,7 +46,7 @@ class PerHead:
 
     @property
     def sizes(self) -> tuple[Size, Size, Size]:
-        """The number H of heads, the summed width K, and the width F of the result's heads."""
+        """(H, K, F): the number of heads, the summed width, and the width of the result's heads."""
         heads, hidden, features = self.weight.shape
         return heads, hidden, features
 

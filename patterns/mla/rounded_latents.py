@@ -31,7 +31,8 @@ def absorbed_decode(
     attention: Attention, keys: LatentKeys, flow: Dataflow
 ) -> tuple[dict[str, Any], tuple[Value, ...]] | None:
     """Returns (arguments of `mla_decode`, the values that round the latents); None if the latents
-    are not rounded as the op rounds them, or if attention to expanded keys is faster."""
+    are not rounded as the op rounds them, or if it is faster to compute keys and values from the
+    latents and to attend to these."""
     if not keys.scales or keys.row_scale is not None or attention.row_offsets is not None:
         return None
     rows = _rounding(keys.latents.value)
@@ -93,8 +94,9 @@ def _latents(rows: RoundedRows, keys: LatentKeys) -> tuple[View, int] | None:
 
 
 def _is_faster(attention: Attention, keys: LatentKeys) -> bool:
-    """Whether attention to the latents themselves is faster than attention to expanded keys.
-    Returns False if any size, except the number of sequences, is a symbol."""
+    """Whether attention to the latents themselves is faster than attention to keys and values that
+    are computed from the latents. Returns False if any size, except the number of sequences, is a
+    symbol."""
     sequences, queries, heads = attention.queries
     sizes: dict[str, Size] = {
         "queries": queries,

@@ -97,8 +97,8 @@ class RoundRows:
 
 
 def _as_read(codes: Value, flow: Dataflow) -> tuple[Size, Size] | None:
-    """Returns the numbers of tokens and columns that a fused linear reads from codes, or from the
-    decoded activation. Returns None if no fused linear reads them."""
+    """Returns (number of tokens, number of columns) of the codes, or of the decoded activation, as
+    a fused linear reads them. Returns None if no fused linear reads them."""
     between = {"cast", "aten.mul", DECODED_ROWS}
     found = flow.downstream(codes, _REACH, lambda one: one.op in between or one.op in _READERS)
     for reader in (one for one in found if one.op in _READERS):

@@ -39,7 +39,7 @@ class Heads:
     rotation are optional.
 
     Attributes:
-        path: The codes and words of the pattern's misses.
+        path: The codes of the pattern's misses, and the words of their messages.
         linear: The product, the bias and the clamp.
         rows: Which of the product's features are these heads.
         layout: The dimensions of the heads, expressed on the axes [tokens..., N] of the product.

@@ -79,7 +79,7 @@ def _grows(value: Value, flow: Dataflow) -> bool:
         return False
     past, *new = value.args[0]
     if len(value.shape) == 2 and (value.args[1] != 0 or not flow.users.get(value)):
-        return False  # a cache [tokens, width] grows along its tokens, and is read
+        return False  # a cache [tokens, width] must grow along its tokens, and be read
     held = past.value.op == "input" or past.value.shape == (0,)
     return held and any(v.value.projected for v in new)
 

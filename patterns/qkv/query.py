@@ -260,7 +260,7 @@ def _is_ready(flow: Dataflow, q: Heads, place: int) -> bool:
 
 
 def _closed(flow: Dataflow, q: Heads, inside: frozenset[Value]) -> bool:
-    """Whether other values read no value of Q except its end."""
+    """Whether values outside of Q read only the last value of Q, its end."""
     within = {*q.absorbed, *inside}
     return all(
         value is q.end

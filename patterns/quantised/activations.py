@@ -41,7 +41,8 @@ from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 
-#: The operation of values that other patterns decode with :func:`decoded_rows`.
+#: The operation of a value that a call of :func:`decoded_rows` computes. Other patterns put such
+#: calls into the graph.
 DECODED_ROWS = "opaque:python::decoded_rows"
 # The largest lower bound of a scale that is treated only as a guard against division by zero.
 LARGEST_BOUND = 1e-2

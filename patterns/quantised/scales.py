@@ -122,7 +122,8 @@ def _cut(view: View, block: Block) -> View:
 
 
 def _has_one_factor(weight: DequantizedWeight) -> bool:
-    """Whether every factor, except the scale, is one number for the whole weight."""
+    """Whether a weight has factors besides the scale, and each of them is one number for the whole
+    weight."""
     device = weight.codes.value.device
     parts = (*weight.factors, *weight.divisors)
     whole = all(block_of(v.effect.dims) == (None, None) and v.value.device == device for v in parts)

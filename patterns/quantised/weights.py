@@ -68,8 +68,10 @@ class DequantizedWeight:
         zero_point: The zero point.
         nibble_order: The order of the nibbles in a word.
         steps: The steps that are applied to the scale after it is cut to blocks.
-        factors: Further scales [N, K] that multiply the weight. They have larger blocks.
-        divisors: Further scales [N, K] that divide the weight. They have larger blocks.
+        factors: Further scales [N, K] that multiply the weight. Their blocks are larger than those
+            of `scale`.
+        divisors: Further scales [N, K] that divide the weight. Their blocks, too, are larger than
+            those of `scale`.
         number: A factor for the whole weight.
     """
 
@@ -319,7 +321,7 @@ def _from_code(value: Value) -> bool:
 
 
 def _offset(view: View) -> Element | None:
-    """Matches code - zero, code - 8, or code + 8."""
+    """Matches code - zero, code - n or code + n, where n is an integer."""
     value = view.value
     if value.kwargs.get("alpha", 1) != 1 or not isinstance(value.args[0], View):
         return None

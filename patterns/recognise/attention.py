@@ -83,7 +83,7 @@ class Attention:
 
     @property
     def queries(self) -> tuple[Size, Size, Size]:
-        """The number B of sequences, S of queries in each, and H of heads."""
+        """(B, S, H): the numbers of sequences, of queries in each sequence, and of heads."""
         batch, queries, heads, _ = self.terms[0][0].shape
         return batch, queries, heads
 
@@ -186,8 +186,8 @@ def match_attention(value: Value, flow: Dataflow, heads_of: HeadsOf | None = Non
     """Returns the attention whose result or intermediate result is `value`. :func:`keys_of` must
     find keys for this value.
 
-    heads_of: the argument of this name of `logits_of`. Raises Reject (ATTENTION_FORM,
-    CHUNKED_PREFIX) for attention that the op cannot compute.
+    heads_of: a function that is passed on to `logits_of`. Raises Reject (ATTENTION_FORM,
+        CHUNKED_PREFIX) for attention that the op cannot compute.
     """
     if value.op == "aten.logsumexp":
         _refuse_chunk(value)

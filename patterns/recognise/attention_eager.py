@@ -62,7 +62,7 @@ class Logits:
         roles: Which dimensions of the softmax are B, H, S and K. B may have no dimension. H has two
             dimensions if the heads are in groups. S may have no dimension if `heads_of` says which
             dimension is the heads.
-        heads_of: The argument of :func:`logits_of`.
+        heads_of: The function that :func:`logits_of` got as its argument of this name.
         unread: The operation that could not be read, or None.
     """
 

@@ -38,12 +38,13 @@ from tilewright.patterns.recognise.ranks import collective_of
 
 @dataclass(frozen=True)
 class Path:
-    """The codes and words of a pattern's misses about the path from a linear to its reader.
+    """The codes of a pattern's misses about the path from a linear to the value that reads it, and
+    the words of their messages.
 
     Attributes:
         code: The code for a path without a linear.
         stage: The stage of the misses.
-        reader: The words for the reader of the linear's result.
+        reader: What messages call the value that reads the linear's result.
         masked: The code for a boolean mask on the path that selects rows. If it is "", `code` is
             used.
         hint: The hint for misses that have no other hint.

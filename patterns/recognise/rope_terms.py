@@ -87,7 +87,7 @@ class _Walk:
     """The state of the search from a head back to the terms of its rotation.
 
     Attributes:
-        is_addend: The argument of :func:`head_terms`.
+        is_addend: The function that :func:`head_terms` got as its argument of this name.
         absorbed: The arithmetic operations that the search passed.
     """
 

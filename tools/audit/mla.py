@@ -63,7 +63,7 @@ class Codes:
     Attributes:
         format, block, zero_point, nibble_order: The fields of `Weight`.
         stored, scale: The dtypes of codes and of scales.
-        per: The codes of a stored element along (rows, columns).
+        per: The number of codes in a stored element, along (rows, columns).
         zeros: Whether there are zeros, eight in a word.
     """
 
@@ -103,7 +103,7 @@ CODES = {
     "mxfp4": Codes("mxfp4", (1, 32), torch.uint8, torch.uint8, (1, 2)),
     "nf4": Codes("nf4", (1, 64), torch.uint8, torch.float32, (1, 2), nibble_order=(1, 0)),
 }
-# The formats that are audited for each model. For the first model, all are.
+# The formats that are audited for each model. For the first model, all formats are audited.
 COMMON_CODES = ("codes", "int4")
 # The bytes of stack that a decode kernel may use. ptxas runs out of registers, and spills addresses
 # of shared memory that are constant in loops.

@@ -59,8 +59,8 @@ def _model_cases(target: Target) -> Iterator[AuditCase]:
 
 
 def _plain_cases(target: Target) -> Iterator[AuditCase]:
-    """Yields linears that are not gated, with biases, in float16. Also yields linears with an
-    N-major weight, or with a norm before or after the linear."""
+    """Yields linears that are not gated, with biases, in float16. Also yields linears whose weight
+    is stored as [K, N], and linears with a norm before or after them."""
     half = LinearCase("", 1, 2048, 8192, dtype=torch.float16, activation="gelu_tanh")
     yield from _cases("not gated", linear_activation.OP, half, target, bias=meta(8192).float())
     # Each kernel computes the layer norm of whole rows. The longest rows need the most registers.

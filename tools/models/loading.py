@@ -32,9 +32,9 @@ class LoadedModel(NamedTuple):
 
 
 def place_of(spec: str) -> tuple[str, str]:
-    """Returns (module or file.py, function) of a spec. One of them is empty if the spec names no
-    function. Raises ModelError, which lists the functions of a file, for a file without a
-    function."""
+    """Splits a spec at its last colon into (module or file.py, function). Without a colon, the
+    first part is empty. Raises ModelError, which lists the functions of a file, for a file without
+    a function."""
     place, _, function = spec.rpartition(":")
     if (file := spec.removesuffix(":")).endswith(".py"):
         found = _functions(import_place(file))

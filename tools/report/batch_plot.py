@@ -17,8 +17,8 @@ LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT = 62, 34, 620, 340, 720, 390
 #: LABEL_SPACE is the smallest distance between two labels, in pixels. TICK_SPACE is the smallest
 #: distance between two ticks.
 LABEL_SPACE, TICK_SPACE = 17, 30
-#: The largest distance between the points of two chips at one batch size, in pixels. The points are
-#: drawn side by side, so that their error bars do not cover each other.
+#: The largest distance between the points of neighbouring chips at one batch size, in pixels. The
+#: points are drawn side by side, so that their error bars do not cover each other.
 ASIDE = 10
 #: The number of line styles in `report.css`.
 LOOKS = 4

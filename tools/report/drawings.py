@@ -24,7 +24,8 @@ Kind = Literal["", "outside", "fused", "op"]
 
 @dataclass(frozen=True)
 class Chip:
-    """A node in a row of a drawing. `site` is the number of its site, or 0 if it is in no site."""
+    """The small box that shows a node in a row of a drawing. `site` is the number of the node's
+    site, or 0 if the node is in no site."""
 
     label: str
     facts: str
@@ -40,7 +41,7 @@ class Drawing:
     nodes: the number of nodes before and after the rewrite.
     fused: the number of fused ops.
     lines: the lines of the drawing; empty if the layer has too many nodes.
-    chips: one chip for each node in `lines`.
+    chips: the box of each node in `lines`.
     widths: the widths of the lanes before and after, in pixels.
     """
 

@@ -110,8 +110,8 @@ class Profile:
         return sum(row.us for row in self.rows if row.kind == kind)
 
     def folded(self) -> list[Row]:
-        """Merges the rows of all layers that have equal names. The row furthest from its floor
-        comes first."""
+        """Merges the rows of different layers that have the same name and the same kernels. The row
+        furthest from its floor comes first."""
         groups: dict[_Key, list[Row]] = defaultdict(list)
         for row in self.rows:
             groups[row.kind, row.name, collapse_scope(row.scope), row.kernels].append(row)
