@@ -162,7 +162,8 @@ def table_words(name: str) -> tuple[int | float, ...]:
 def bfloat16_table(name: str) -> tuple[tuple[int, ...], tuple[int, ...], float]:
     """Returns the numbers of a table as pairs of bfloat16 numbers, whose sums have about 16
     significant bits: eight words with the rounded numbers, eight words with the rounding errors,
-    and the factor that restores the original numbers. The words are those of `table_words`."""
+    and the factor that restores the original numbers. Words have the same form as in the result of
+    `table_words`."""
     factor = _FACTORS[name][0]
     codes = [_bfloat16_bits(factor * number) for number in TABLES[name]]
     rounded = [struct.unpack("<f", struct.pack("<I", code << 16))[0] for code in codes]

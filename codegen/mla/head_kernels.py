@@ -50,7 +50,7 @@ def scaled_step(block: int, *starts: int) -> int | None:
     the step share a scale. Returns None if no step of at least 16 is possible.
 
     block: how many indices of K share a scale. starts: distances from multiples of `block` to
-        indices at which heads begin. Every step must divide all of these distances.
+    indices at which heads begin. Every step must divide all of these distances.
     """
     steps = (BLOCK_K, BLOCK_K // 2, BLOCK_K // 4)
     return next((n for n in steps if all(size % n == 0 for size in (block, *starts))), None)

@@ -303,7 +303,8 @@ _STRIDES = (
 
 
 def _table_constants(q: Quantization, exact: bool) -> tuple[str, float]:
-    """Returns the assembly for the codes of a table, and the number that a decoded 1 stands for."""
+    """Returns the assembly for the codes of a table, and the number that a decoded 1.0 stands
+    for."""
     rounded, rests, unit = bfloat16_table(q.format.number)
     assembly = lookup_assembly(rounded, rests if exact else (), _is_high_first(q))
     return assembly, unit

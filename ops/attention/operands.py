@@ -40,7 +40,7 @@ class RopePart:
 
 
 def cache_sizes(a: AttentionArguments) -> AttentionSizes:
-    """Returns the sizes of a call. For ragged sequences, the number of queries is that of all
+    """Returns the sizes of a call. For ragged sequences, the number of queries is the number in all
     sequences together."""
     num_queries = a.q.shape[0] // (1 if a.row_offsets is not None else a.num_sequences)
     return AttentionSizes(sequences(a), num_queries, room(a))

@@ -138,8 +138,8 @@ class DecodeCase(AttentionCase):
     Attributes:
         joined: Whether latents and rope keys are columns of one cache.
         weight: "dense", "apart" (v_weight is given) or "fp8" (with a scale for each block).
-        codes: How the weight is stored, if it has codes in another format. The dtype of the values
-            is that of the case.
+        codes: How the weight is stored, if it has codes in another format. The values have the
+            dtype of the case.
         rounding: The arguments for a rounding of latents, as pairs of a name and a value. It is
             empty if latents are not rounded.
     """

@@ -14,13 +14,14 @@ LOADED: tl.constexpr = tl.constexpr(256)
 def listed_range(entries, count, first_block, whole_block, num_whole, num_blocks):
     """Finds the list entries that belong to num_blocks blocks, starting at first_block.
 
-    A whole entry is a block in which no mask hides a key. Only the whole entries among the
-    num_whole blocks that start at whole_block count here. The function finds the first run of such
-    entries that are adjacent on the list and whose blocks are adjacent in memory. A loop over this
-    run does not have to read the list, so its loads of keys do not wait for loads of the list.
+    A whole entry is a block in which no mask hides a key. The function considers only the whole
+    entries among the num_whole blocks from whole_block on. It finds the first run of such entries
+    that are adjacent on the list and whose blocks are adjacent in memory. A loop over this run does
+    not have to read the list, so its loads of keys do not wait for loads of the list.
 
-    Returns (index of the first entry, index of the run's first entry, number of entries in the run,
-    number of entries in all, block of the run's first entry).
+    Returns (index of the first entry that belongs to the blocks, index of the run's first entry,
+    number of entries in the run, number of all entries that belong to the blocks, block of the
+    run's first entry).
     """
     first = 0
     end = 0

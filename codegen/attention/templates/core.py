@@ -10,7 +10,7 @@ Operands that belong together are passed as tuples:
 
 - `k_pages`: the pages of the sequence or None, the number of pages in the pool, the page stride of
   keys, the page stride of values.
-- `masks`: a pointer to the mask's row of the first query, the row stride, the column stride.
+- `masks`: a pointer to the mask's row for the first query, the row stride, the column stride.
 - `blocks`: the result of `blocks_to_visit`.
 """
 

@@ -88,7 +88,7 @@ def seen_keys(
     """Returns (scores [keys, rows] after an additive mask, whether each row attends to each key).
 
     is_whole: whether the mask tensor hides nothing in this block. If so, the mask tensor is not
-    read. Only used if LISTED.
+    read. This argument is used only if LISTED.
     """
     seen = exists[:, None] & (query >= 0)[None, :]
     if MASK != "none":

@@ -90,8 +90,8 @@ def add_product(accumulator, x, weight, SWAPPED: tl.constexpr):
 @triton.jit
 def add_decoded(accumulator, x, weight, SWAPPED: tl.constexpr):
     """Returns the result of `add_product` for a weight from `dequantize_tile`. If x is fp16 and the
-    weight is bf16, each number of x becomes two columns of bf16 numbers, whose sum is the
-    number."""
+    weight is bf16, each number of x is replaced by two bf16 numbers in separate columns, whose sum
+    is this number."""
     if x.dtype == tl.float16 and weight.dtype == tl.bfloat16:
         high, low = bfloat16_parts(x.to(tl.float32))
         x = tl.reshape(tl.join(high, low), (x.shape[0], 2 * x.shape[1]))

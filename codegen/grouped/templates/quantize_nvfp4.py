@@ -1,7 +1,7 @@
 """Quantises rows to NVFP4: packed codes, and their scales in the layout of the tensor core.
 
 Scales are stored in blocks. Each block has the scales of 128 rows of one group. A program quantises
-some columns of a block. It computes the same operations as `ops.formats.nvfp4` in the same order
+some columns of a block. It performs the same operations as `ops.formats.nvfp4` in the same order
 and with IEEE division, so every device gives the same codes.
 """
 

@@ -170,7 +170,8 @@ def mla_latents(
         BLOCK_L: A power of two that is at least RANK.
         PAIRS: A power of two that is at least half of ROPE_DIM.
 
-    `cache_places` explains the arguments that address the cache, and `key_places` those of keys.
+    `cache_places` explains the arguments that address the cache, and `key_places` explains the
+    arguments that address the keys.
     """
     # The programs of tokens come first, because they take longest if there are tokens that are not
     # keys.

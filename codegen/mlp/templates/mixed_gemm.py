@@ -94,7 +94,7 @@ def share_of(whole, num_tiles, UNITS: gl.constexpr, PROGRAMS: gl.constexpr):
     program computes.
 
     The five numbers are: the number of the program's whole tiles; the number of its segments,
-    including the whole tiles; the begin of its range of units of the split tiles; the end of this
+    including the whole tiles; the first unit of its range in the split tiles; the end of this
     range; and the number of units that each program gets.
     """
     program = gl.program_id(0)
@@ -205,8 +205,8 @@ def load_blocks(
 def factors_of(
     scale, zero, UNIT_OF_CODES: gl.constexpr, HAS_ZEROS: gl.constexpr, ZERO_POINT: gl.constexpr
 ):
-    """Returns three bfloat16 tensors: the scales in units of the codes, their rounding errors, and
-    the addend that subtracts the zeros."""
+    """Returns three bfloat16 tensors: the scales times UNIT_OF_CODES, the errors of rounding these
+    products to bfloat16, and the addend that subtracts the zeros."""
     if scale.dtype == gl.uint8:  # the scales of E2M1 codes, whose unit is 1
         high = bfloat16_powers(scale)
         low = high
@@ -421,7 +421,8 @@ def store_activated(
 ):  # fmt: skip
     """Stores the activation of the finished sums [rows, tokens] to out [tokens, rows].
 
-    It computes 64 tokens at a time, because an activation needs more registers than its result.
+    The function computes 64 tokens at a time, because an activation needs more registers than its
+    result.
     """
     ROWS: gl.constexpr = total.shape[0]
     TOKENS: gl.constexpr = total.shape[1]
@@ -673,7 +674,8 @@ def mixed_linear(
         CODES: The kind of codes: "nibbles", "bytes", "e4m3", "e2m1" or "table".
         LOOKUP: For "table", the assembly that looks up the numbers of two pairs of codes and
             multiplies them by their scales.
-        UNIT_OF_CODES: The number that a decoded 1 stands for.
+        UNIT_OF_CODES: The number that a decoded 1.0 stands for: the decoder's results are the codes
+            divided by UNIT_OF_CODES.
         ORDER: Which nibble of a word holds each code; one hexadecimal digit for each code.
         ZERO_POINT: The constant part of the zero, plus 128 if bytes are SIGNED.
         SCALED: Whether each code is multiplied by its scale. If not, each row has one scale, which

@@ -120,7 +120,8 @@ def qkv_projection(
         q_place, k_place, v_place: The index (0, 1, 2) of each weight in the order of addresses.
         WEIGHT_STRIDES: If the weights are k-major, (unit, row), and heads begin at multiples of
             `unit`. If they are N_MAJOR, (column of K,).
-        HEAD_STEPS, WEIGHT_EXTENT: They count units, or elements if the weights are N_MAJOR.
+        HEAD_STEPS, WEIGHT_EXTENT: The steps between heads (`place_in_weight`), and the extent of
+            all heads. Both count units, or elements if the weights are N_MAJOR.
         HEAD_DIM: A power of two and a multiple of 2 * PAIR_HALF.
         HEADS_PER_TILE: A divisor of the numbers of q and k heads, of GROUP and of GATE_RUN. If it
             is more than 1, adjacent heads must be one unit apart.
