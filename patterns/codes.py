@@ -10,8 +10,8 @@ from typing import Literal, get_args
 #: `lost`: a fusion is missing that the model should have. `advice`: nothing is lost.
 Weight = Literal["lost", "advice"]
 
-# Matches an entry of the page. An entry has a code, and the meaning, the marks and the hint of the
-# code.
+# Matches an entry of `miss-codes.md`. An entry has a code, and the meaning, the marks and the hint
+# of the code.
 _ENTRY = re.compile(r"^### ([A-Z0-9_]+)\n\*(.+)\*(?: \((.+)\))?\n\n> (.+)\n", re.MULTILINE)
 _ENTRIES = _ENTRY.findall(Path(__file__).with_name("miss-codes.md").read_text("utf-8"))
 

@@ -316,7 +316,8 @@ def common_scope(one: str, other: str) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """Returns `file.py:line` of the innermost frame outside of torch."""
+    """Returns `file.py:line` of the innermost frame outside of torch. If all frames are in torch,
+    returns the innermost frame; without frames, returns ""."""
     frames = frames_of(node.meta.get("stack_trace") or "")
     found = innermost_outside_torch(frames) or (frames[-1] if frames else None)
     return f"{os.path.basename(found[0])}:{found[1]}" if found else ""

@@ -36,7 +36,7 @@ def with_declare(hint: str, code: str, nodes: Sequence[fx.Node]) -> str:
 
 
 def _library_operator(node: fx.Node) -> str:
-    """Returns `namespace::name` of an operator that is not one of PyTorch's; "" for other nodes."""
+    """Returns `namespace::name` of an operator of another library; "" for other nodes."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])

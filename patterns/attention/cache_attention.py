@@ -68,8 +68,9 @@ class CacheAttention:
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         """Yields the model's own calls of the op, and attentions that read a key more than once or
-        read keys that no query attends to. Also yields softmaxes that look like such attentions but
-        are not recognised."""
+        read keys that no query attends to. Also yields what becomes a miss: softmaxes that look
+        like such attentions but are not recognised, and calls of flex_attention that are not
+        understood."""
         for value in flow.values:
             if is_call(value):
                 yield value

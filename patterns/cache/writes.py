@@ -350,8 +350,8 @@ def _next_row(group: Sequence[Value], record: Store, store: Store) -> Store | No
 
 
 def _rows_of(first: Effect, other: Effect, count: int) -> Effect | None:
-    """Returns an effect that selects the rows 0 to `count` of a dimension. The rows are its first
-    dimension.
+    """Returns an effect that selects the rows 0 to `count` of a dimension. The first dimension of
+    the effect runs over these rows.
 
     first, other: the effects that select row 0 and row `count`. If these are not rows of one
     dimension, returns None.

@@ -93,8 +93,8 @@ def delta_calls(
 
 
 def packed_deltas(parts: Sequence[Placed], widths: Sequence[Size]) -> Computed:
-    """Returns the sum of all deltas of q, k and v, with their columns side by side: [T, Wq + Wk +
-    Wv].
+    """Returns the sum of the deltas of q, of k and of v, with the columns of the three sums side by
+    side: [T, Wq + Wk + Wv].
 
     Deltas that share a shrink call also share an expand call. The next expand call adds to the
     result of the previous one.

@@ -26,9 +26,10 @@ class RowMask:
     """The rows that have an adapter.
 
     Attributes:
-        view: A bool view [T or B], which is true for the rows that have an adapter.
-        hides: If True, the view is false for the rows that have an adapter, and true for the
+        view: A bool view [T or B], which differs between the rows that have an adapter and the
             others.
+        hides: Whether the view is false for the rows that have an adapter, and true for the others.
+            If not, it is true for the rows that have an adapter.
     """
 
     view: View

@@ -45,7 +45,8 @@ class Product:
 
 
 def match_product(view: View) -> Product | None:
-    """Returns the product whose rows are all rows of `view` [..., N], in order; else None."""
+    """Returns the product of which `view` [..., N] has all rows, in order, and some or all columns;
+    None if there is no such product."""
     try:
         return _of_one(view) or _by_index(view) or _of_groups(view)
     except effects.InexpressibleError:

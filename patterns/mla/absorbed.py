@@ -84,7 +84,8 @@ def absorbed_attentions(flow: Dataflow) -> Iterator[Absorbed]:
         attention = _attention_of(result)
         if attention is None or attention in seen:
             continue
-        # The products of queries and keys are the first ones found.
+        # The nearest products before the attention multiply queries and keys. The product that
+        # makes q_latent comes before them.
         logits = set(upstream(attention, _REACH, lambda v: not _multiplies(v)))
         above = upstream(attention, _REACH, lambda v: v.dtype.is_floating_point)
         made = (products[v] for v in above if v in products and v not in logits)

@@ -153,8 +153,8 @@ def _columns(attention: Attention, product: PerHead, flow: Dataflow) -> Columns:
 
 
 def _shared(keys: View) -> View:
-    """Returns [B, K, D] of keys [B, K, H, D] that all heads share; raises Reject
-    (ABSORBED_DECODE)."""
+    """Returns keys [B, K, H, D] that all heads share as [B, K, D]. Raises Reject (ABSORBED_DECODE)
+    if the keys differ between heads."""
     keys, _ = bare(piece_of(keys), scaled=False)
     batch, length, heads, width = keys.effect.dims
     if any(atom.axis is not None for atom in heads):

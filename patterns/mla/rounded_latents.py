@@ -31,8 +31,8 @@ def absorbed_decode(
     attention: Attention, keys: LatentKeys, flow: Dataflow
 ) -> tuple[dict[str, Any], tuple[Value, ...]] | None:
     """Returns (arguments of `mla_decode`, the values that round the latents); None if the latents
-    are not rounded as the op rounds them, or if it is faster to compute keys and values from the
-    latents and to attend to these."""
+    are not rounded as the op rounds them, or if attention is faster with keys and values that are
+    computed from the latents."""
     if not keys.scales or keys.row_scale is not None or attention.row_offsets is not None:
         return None
     rows = _rounding(keys.latents.value)

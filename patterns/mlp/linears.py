@@ -37,7 +37,7 @@ from tilewright.patterns.recognise.linear import match_columns, unread
 _REACH = 64
 # The operations whose values the model stores.
 STORED = ("constant", "input")
-# A product that has fewer columns or rows than this is a factor of an adapter, or a gate.
+# A product whose weight has fewer columns or rows than this belongs to an adapter, or is a gate.
 LEAST_COLUMNS = 64
 #: The ops' argument names for their weight, or for the first of two weights.
 WEIGHT_NAMES = ("weight", "weight_scale", "weight_zero", "weight_factor")

@@ -115,8 +115,10 @@ class ScaledLinear:
 
 
 def _is_linear(gemm: Gemm) -> bool:
-    """Whether a product multiplies [tokens..., K] with a large enough matrix, and is not a product
-    of codes that the graph itself calls."""
+    """Whether a product multiplies [tokens..., K] with a large enough matrix. Returns False for a
+    product in a mixture of experts. Also returns False for a product that multiplies codes
+    themselves, unless it replaces a library's operator for more than `_MOST_OF_OPERATOR` tokens, or
+    for a symbolic number of tokens."""
     value, (rows, columns) = gemm.value, gemm.weight.shape
     if not all(isinstance(n, int) and n >= LEAST_COLUMNS for n in (rows, columns)):
         return False
