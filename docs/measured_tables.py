@@ -37,7 +37,7 @@ slower: [qkv-performance.md](qkv-performance.md),
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Returns a Markdown table whose columns but the first are aligned to the right."""
+    """Returns a Markdown table. All columns except the first are aligned to the right."""
     rule = ("---", *("---:",) * (len(header) - 1))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
 

@@ -2,7 +2,7 @@
 file.
 
 A link in a document is a path in the repository, as a git host reads it. The hooks find the file in
-the repository, and replace the path by that of the site's page. README.md and similar files are
+the repository, and replace the path by the path of the site's page. README.md and similar files are
 pages at the top of the site. Any other file outside docs/ that a page links to becomes a page with
 its text in colour.
 """
@@ -59,7 +59,7 @@ def on_post_page(output: str, **_: Any) -> str:
 
 
 def on_post_template(output_content: str, **_: Any) -> str:
-    """Returns the page for an unknown address, 404.html, with the same change."""
+    """Returns the page for an unknown address, 404.html, with a name for the search dialog."""
     return on_post_page(output_content)
 
 
