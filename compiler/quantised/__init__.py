@@ -87,9 +87,12 @@ class Prepared:
     replaced: the modules that were replaced.
     left: the modules that stay as they are.
 
-    `undo()` puts the original modules back; a second call does nothing. Memory holds the codes only
-    once. If `prepare` worked in place, the original of a GPTQ linear shares the codes of its
-    replacement until `undo()`, and the original of an AWQ linear holds no codes.
+    `undo()` puts the original modules back; a second call does nothing. The object keeps the
+    originals. Most replacements hold the same tensors as their originals, so that memory holds the
+    codes only once. This is also true for GPTQ and AWQ if `prepare` worked in place: the original
+    of a GPTQ linear shares the codes of its replacement until `undo()`, and the original of an AWQ
+    linear holds no codes. Memory holds the codes twice for HQQ, and wherever `prepare` put codes of
+    torchao, quanto or gpt-oss in another order.
     """
 
     model: nn.Module
@@ -137,8 +140,8 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
     The function reads linears of bitsandbytes, HQQ (4 bits), compressed-tensors, GPTQ and AWQ
     (gptqmodel), torchao, quanto and transformers' own NVFP4, and mixtures of gpt-oss in MXFP4. The
     new modules round activations as the library rounds them. The names in `state_dict` stay as they
-    are if each name of the library stands for one tensor. They change for AWQ, bitsandbytes and
-    HQQ.
+    are for compressed-tensors, GPTQ and transformers' NVFP4. For gpt-oss they are the names in the
+    file. For the other libraries they change.
 
     Codes of GPTQ and AWQ are laid out again, once, so that the codes in a row of a weight are
     contiguous. That needs temporary memory for one linear's codes at a time, N * K / 2 bytes. With

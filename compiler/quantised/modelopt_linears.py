@@ -87,7 +87,8 @@ class Float8PerToken(Float8):
 
 
 class Float8Blocks(Float8):
-    """A linear with weight_scale [N / 128, K / 128]. It does not round activations."""
+    """A linear with weight_scale [N / 128, K / 128], where both divisions round up. It does not
+    round activations."""
 
     needed = ("weight", "weight_scale")
 

@@ -30,8 +30,8 @@ from tilewright.tools.zoo import PREFILL, is_zoo_name
 if TYPE_CHECKING:
     from tilewright.compiler.verify.sites import SiteError
 
-#: The number of tokens, and the length of the cache, with which a zoo model is built and run. The
-#: sizes of its layers stay as published.
+#: The number of new tokens of a zoo model's prefill, and the length of a zoo model's cache, when
+#: the model is verified. The sizes of its layers stay as published.
 TOKENS, CACHE_LENGTH = 16, 64
 
 

@@ -91,8 +91,8 @@ class Count:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a row. `demo` is the last line of the demo's output if the demo failed,
-    otherwise ""."""
+    """The outcome of a row. `demo` is the last line of the demo's output if the demo failed, the
+    last line of the reason if the environment could not be made, and otherwise ""."""
 
     row: Row
     versions: dict[str, str]
@@ -217,7 +217,7 @@ def line(outcome: Outcome, day: str) -> str:
 
 def with_lines(text: str, lines: Sequence[str]) -> str:
     """Returns the document `text` with new table rows. Each line of `lines` replaces the row of the
-    same name, or is added. The rows are in the order of ROWS."""
+    same name, or is added. The rows are in the order of ROWS, and other rows are removed."""
     before, _, rest = text.partition(HEADER)
     rule, *body = rest.strip("\n").splitlines()
     table = list(takewhile(lambda row: row.startswith("| "), body))
