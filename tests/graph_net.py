@@ -8,9 +8,9 @@ its fused form was run and compared with eager mode, except for three graphs who
 undefined or unstable.
 
 The graphs were chosen from 1400. Nearly every condition in `patterns` that is true in one of the
-1400 graphs and false in another is also true and false in the chosen graphs. `test_graphs.py` beside
-each file compares what is fused now. It runs neither Dynamo nor the graphs, and takes a twentieth
-of a second for each graph.
+1400 graphs and false in another is also true and false in the chosen graphs. `test_graphs.py`
+beside each file compares what is fused now. It runs neither Dynamo nor the graphs, and takes a
+twentieth of a second for each graph.
 `--tilewright-update` stores what is fused now; read the diff.
 """
 

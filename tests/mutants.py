@@ -6,8 +6,7 @@ operator, comparison or number, or removes one statement, in a function of `code
 tests that import the module, the tests of the family and the kernel net, up to the first failure,
 and appends the result to `tests/mutants.json`. If no test catches a fault, a test is missing, or
 the code is not needed. `--at FILE:LINE` plants every fault of a line. Each run of pytest is a fork
-of a process
-that has imported torch and Triton, but nothing of the repository.
+of a process that has imported torch and Triton, but nothing of the repository.
 """
 
 from __future__ import annotations
