@@ -418,9 +418,13 @@ def key_of(target: Target) -> str:
 
 
 def _is_near(record: Target, target: Target) -> bool:
-    difference = abs(target.hbm_bytes_per_s - record.hbm_bytes_per_s)
     sizes = (record.name, record.num_sms) == (target.name, target.num_sms)
-    return sizes and difference <= SAME_RATE * record.hbm_bytes_per_s
+    return sizes and _has_rate(record, target.hbm_bytes_per_s)
+
+
+def _has_rate(record: Target, rate: float) -> bool:
+    """Whether a memory rate, in bytes/s, differs from the record's by at most SAME_RATE."""
+    return abs(rate - record.hbm_bytes_per_s) <= SAME_RATE * record.hbm_bytes_per_s
 
 
 def get_target(name: str) -> Target:
@@ -478,7 +482,7 @@ def _with_properties(target: Target, properties: Any) -> Target:
     # in each cycle.
     clock = 1e3 * getattr(properties, "memory_clock_rate", 0)
     rate = _OF_MEMORY * 2 * clock * getattr(properties, "memory_bus_width", 0) / 8
-    if not rate or abs(rate / target.hbm_bytes_per_s - 1) <= SAME_RATE:
+    if not rate or _has_rate(target, rate):
         rate = target.hbm_bytes_per_s
     record = _with_rate(target, rate, target.num_sms)
     return replace(record, num_sms=properties.multi_processor_count)

@@ -306,13 +306,8 @@ def _table_constants(q: Quantization, exact: bool) -> tuple[str, float]:
     """Returns the assembly for the codes of a table, and the number that a decoded 1.0 stands
     for."""
     rounded, rests, unit = bfloat16_table(q.format.number)
-    assembly = lookup_assembly(rounded, rests if exact else (), _is_high_first(q))
-    return assembly, unit
-
-
-def _is_high_first(q: Quantization) -> bool:
-    """Whether the high nibble of a byte holds the first of its two codes."""
-    return nibble_order(q) == HIGH_FIRST
+    is_high_first = nibble_order(q) == HIGH_FIRST
+    return lookup_assembly(rounded, rests if exact else (), is_high_first), unit
 
 
 def lookup_assembly(rounded: Sequence[int], rests: Sequence[int], is_high_first: bool) -> str:

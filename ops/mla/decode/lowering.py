@@ -3,7 +3,7 @@ each head. Calls of `mla_prefill` may use these steps too."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from tilewright.codegen.arithmetic import INT32_MAX, cdiv, next_power_of_2
 from tilewright.codegen.dequantize import DEQUANTIZE, dequantize_grid, dequantize_statics
 from tilewright.codegen.formats import Quantization
+from tilewright.codegen.kernel import Kernel
 from tilewright.codegen.mla.head_kernels import (
     BLOCK_K,
     BLOCK_WIDTH,
@@ -214,61 +215,51 @@ def head_steps(
 ) -> Generator[Step, Any, torch.Tensor]:
     """Multiplies x [T, H, K] by the weight [K, W] of each head. Returns [T, H, W]."""
     if isinstance(weights, CodedHeads):
-        return (yield from _coded_steps(x, weights, target))
-    tokens, (heads, k, width) = x.shape[0], weights.data.shape
-    out = yield Buffer((*x.shape[:2], width), x.dtype)
-    coded = weights.scale is not None
-    if _suits_kernel(x) and (coded or x.dtype == weights.data.dtype):
-        yield launch(
-            HEAD_PRODUCTS,
-            target,
-            head_grid(heads, width, tokens),
-            {
-                "x": x,
-                "weights": weights.data,
-                "out": out,
-                "num_tokens": tokens,
-                "scale": weights.scale,
-            },
-            NUM_HEADS=heads,
-            K=k,
-            WIDTH=width,
-            BLOCK_T=block_tokens(tokens),
-            BLOCK_W=BLOCK_WIDTH,
-            BLOCK_K=weights.step,
-            **(_scale_constants(weights) if coded else {}),
-        )
-    else:
-        yield Library(multiply_batch, (out.transpose(0, 1), x.transpose(0, 1), weights.data))
-    return out
-
-
-def _coded_steps(
-    x: torch.Tensor, weights: CodedHeads, target: Target
-) -> Generator[Step, Any, torch.Tensor]:
-    """Multiplies x by weights of codes, which the kernel decodes."""
-    tokens, (heads, k, width) = x.shape[0], weights.shape
-    out = yield Buffer((*x.shape[:2], width), x.dtype)
-    yield launch(
-        CODED_PRODUCTS,
-        target,
-        head_grid(heads, width, tokens),
-        {
-            "x": x,
+        tensors = {
             "weight": weights.words,
             "scale": weights.scale,
             "zero": weights.zero,
             "factor": weights.factor,
-            "out": out,
-            "num_tokens": tokens,
-        },
+        }
+        _, k, width = weights.shape
+        constants = coded_constants(weights.quantization, k, width, k_is_row=weights.k_is_row)
+        constants |= {"HEAD_ROWS": weights.head_rows, "FIRST_ROW": weights.first_row}
+        products = _launched(CODED_PRODUCTS, x, weights.shape, tensors, constants, target)
+        return (yield from products)
+    coded = weights.scale is not None
+    if _suits_kernel(x) and (coded or x.dtype == weights.data.dtype):
+        tensors = {"weights": weights.data, "scale": weights.scale}
+        constants = _scale_constants(weights) if coded else {}
+        constants |= {"BLOCK_W": BLOCK_WIDTH, "BLOCK_K": weights.step}
+        products = _launched(HEAD_PRODUCTS, x, weights.data.shape, tensors, constants, target)
+        return (yield from products)
+    out = yield Buffer((*x.shape[:2], weights.data.shape[2]), x.dtype)
+    yield Library(multiply_batch, (out.transpose(0, 1), x.transpose(0, 1), weights.data))
+    return out
+
+
+def _launched(
+    kernel: Kernel,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    tensors: Mapping[str, torch.Tensor | None],
+    constants: Mapping[str, Constant],
+    target: Target,
+) -> Generator[Step, Any, torch.Tensor]:
+    """Launches a kernel that multiplies x [T, H, K] by weights of this shape [H, K, W]. Returns
+    [T, H, W]. tensors, constants: the weights by the names of the kernel's parameters."""
+    tokens, (heads, k, width) = x.shape[0], shape
+    out = yield Buffer((*x.shape[:2], width), x.dtype)
+    yield launch(
+        kernel,
+        target,
+        head_grid(heads, width, tokens),
+        {"x": x, "out": out, "num_tokens": tokens, **tensors},
         NUM_HEADS=heads,
         K=k,
         WIDTH=width,
-        HEAD_ROWS=weights.head_rows,
-        FIRST_ROW=weights.first_row,
         BLOCK_T=block_tokens(tokens),
-        **coded_constants(weights.quantization, k, width, k_is_row=weights.k_is_row),
+        **constants,
     )
     return out
 

@@ -38,7 +38,7 @@ NORM = RowNorm(Operand("bf16", (1,)), 1e-6, 0.0)
 
 
 def coded(problem: LinearProblem, name: str, columns: int, scale: str, **more) -> LinearProblem:
-    """Returns a problem whose weights are quantised, with a scale for every so many columns."""
+    """Returns a problem whose weights are quantised. In each row, `columns` codes share a scale."""
     words = "i32" if more.get("per_word") == 8 else "fp8e4nv" if name == "fp8" else "u8"
     scales = (Operand(scale, (problem.k // columns, int(columns < problem.k))), None, None)
     q = Quantization(name, (1, columns), scales, **more)

@@ -31,6 +31,7 @@ from tests.patterns.attention.plain_attention import (
 )
 from tests.tables import in_turn
 from tilewright.compiler import lower
+from tilewright.tools.matrix.releases import release
 
 # --- caches ---------------------------------------------------------------------------------------
 
@@ -262,6 +263,8 @@ def test_a_mask_beside_is_causal_is_to_say_all():
     try:
         attend(*inputs())
     except RuntimeError as refused:
+        if release(torch.__version__) < (2, 14):
+            raise
         pytest.skip(f"torch takes no such call since 2.14: {refused}")
     (miss,) = misses_of(lower(attend, inputs()), "attention")
     assert "leave out is_causal" in miss.hint
